@@ -1,0 +1,50 @@
+"""The KV cache in tiers: accelerator, local NVMe, bulk storage. Output as without the cache.
+
+```python
+from hf_tiered_cache import TieredCache
+
+with TieredCache(config=model.config) as cache:
+    model.generate(**inputs, past_key_values=cache)
+```
+"""
+
+from .cache import TieredCache
+from .config import TieredCacheConfig
+from .errors import (
+    CacheClosedError,
+    ConfigError,
+    FingerprintMismatchError,
+    TierError,
+    TieredCacheError,
+    TierFullError,
+    TierReadError,
+    UnsupportedModelError,
+    VerificationError,
+)
+from .eviction import EvictionPolicy, register_eviction
+from .manager import KVCacheManager
+from .metrics import CacheStats, TierStats
+from .tiers import Tier, register_tier
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CacheClosedError",
+    "CacheStats",
+    "ConfigError",
+    "EvictionPolicy",
+    "FingerprintMismatchError",
+    "KVCacheManager",
+    "Tier",
+    "TierError",
+    "TierFullError",
+    "TierReadError",
+    "TierStats",
+    "TieredCache",
+    "TieredCacheConfig",
+    "TieredCacheError",
+    "UnsupportedModelError",
+    "VerificationError",
+    "register_eviction",
+    "register_tier",
+]

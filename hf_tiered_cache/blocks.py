@@ -1,0 +1,214 @@
+"""Sealed blocks: what they are called, how they lie in memory, where copies of them are, and which rows they hold.
+
+One layer of one request:
+
+    token 0                                                             sequence length
+    |<- sink ->|<- block 0 ->|<- block 1 ->| ... |<- block n-1 ->|<- window ->|
+                `---------------- the layer's BlockTable --------'
+
+A sealed block never changes. Reordering the batch changes only the table's row maps: which stored row a
+logical batch row reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+_BITS_BY_ITEMSIZE: dict[int, tuple[torch.dtype, type[np.unsignedinteger[Any]]]] = {
+    1: (torch.uint8, np.uint8),
+    2: (torch.int16, np.uint16),
+    4: (torch.int32, np.uint32),
+    8: (torch.int64, np.uint64),
+}
+
+Bits = np.ndarray[Any, np.dtype[np.unsignedinteger[Any]]]
+
+
+def as_bits(tensor: torch.Tensor) -> Bits:
+    """View a CPU tensor as a numpy array of unsigned integers of the same width; shares memory.
+
+    numpy has no bfloat16 and no float8, and storage needs none: it moves bits.
+    """
+    torch_bits, numpy_bits = _BITS_BY_ITEMSIZE[tensor.element_size()]
+    return tensor.detach().view(torch_bits).numpy().view(numpy_bits)
+
+
+class BlockKey(NamedTuple):
+    """Names one sealed block for ever: a block sealed again after a crop has the next revision."""
+
+    namespace: str
+    layer_idx: int
+    block_idx: int
+    revision: int
+
+
+@dataclass(frozen=True)
+class BlockLayout:
+    """How a block lies in memory: per stored row K `[heads, tokens, dim]`, then V likewise, row after row.
+
+        row 0: |<- key_heads * block_tokens * key_dim ->|<- value_heads * block_tokens * value_dim ->|
+        row 1: ...
+
+    Rows of consecutive blocks thus form one batch dimension, without a copy. K and V may differ in shape (MLA).
+    """
+
+    rows: int
+    key_heads: int
+    key_dim: int
+    value_heads: int
+    value_dim: int
+    block_tokens: int
+    dtype: torch.dtype
+
+    @cached_property
+    def key_elements(self) -> int:
+        """Elements of K in one row."""
+        return self.key_heads * self.block_tokens * self.key_dim
+
+    @cached_property
+    def row_elements(self) -> int:
+        """Elements of K and V in one row."""
+        return self.key_elements + self.value_heads * self.block_tokens * self.value_dim
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of one block."""
+        return self.rows * self.row_elements * self.dtype.itemsize
+
+    @property
+    def bits_dtype(self) -> np.dtype[Any]:
+        """The unsigned integer type under which the elements are stored."""
+        return np.dtype(_BITS_BY_ITEMSIZE[self.dtype.itemsize][1])
+
+    def over(self, storage: torch.Tensor, blocks: int) -> torch.Tensor:
+        """View the start of a flat uint8 buffer as `[blocks, rows, row_elements]` of this layout's dtype."""
+        elements = storage[: blocks * self.nbytes].view(self.dtype)
+        return elements.view(blocks, self.rows, self.row_elements)
+
+    def split(self, payload: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """View a payload `[blocks, rows, row_elements]` as K and V, each `[blocks, rows, heads, tokens, dim]`."""
+        keys, values = payload[..., : self.key_elements], payload[..., self.key_elements :]
+        return (
+            keys.unflatten(-1, (self.key_heads, self.block_tokens, self.key_dim)),
+            values.unflatten(-1, (self.value_heads, self.block_tokens, self.value_dim)),
+        )
+
+
+@dataclass(eq=False)
+class BlockCopy:
+    """One copy of a block in one place. Deleted when it is doomed and no read holds it.
+
+    `origin` is the tier, or the staging buffer, that holds the copy.
+    """
+
+    origin: Any
+    pins: int = 0
+    doomed: bool = False
+
+
+@dataclass(eq=False)
+class Block:
+    """A sealed block, shared by every table and load that counts in `references`.
+
+    `copies` maps a place ("staging", "L1", "L2") to the copy there. It is never empty while the block is
+    referenced; whoever changes it or `references` holds the lock of the residency.
+    """
+
+    key: BlockKey
+    layout: BlockLayout
+    references: int = 1
+    copies: dict[str, BlockCopy] = field(default_factory=dict)
+
+
+class RowRun(NamedTuple):
+    """Blocks from `first_block` up to the next run read `rows[i]` of their stored rows for batch row `i`."""
+
+    first_block: int
+    rows: np.ndarray[Any, np.dtype[np.int64]]
+
+
+class BlockTable:
+    """The sealed blocks of one layer of one request, in order.
+
+    Invariants:
+        - `blocks[i]` covers tokens `sink + i * block_tokens` up to `sink + (i + 1) * block_tokens`;
+        - runs are ascending, the first begins at block 0 and all have the batch size as length;
+        - `rows_version` changes whenever a row map does.
+    """
+
+    def __init__(self, namespace: str, layer_idx: int) -> None:
+        self.namespace = namespace
+        self.layer_idx = layer_idx
+        self.blocks: list[Block] = []
+        self.rows_version = 0
+        self._runs: list[RowRun] = []
+        self._next_revision: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def seal(self, layout: BlockLayout) -> Block:
+        """Append a new block, whose stored rows are the batch rows of now, and return it."""
+        block_idx = len(self.blocks)
+        key = BlockKey(self.namespace, self.layer_idx, block_idx, self._next_revision.get(block_idx, 0))
+        block = Block(key, layout)
+        identity = np.arange(layout.rows)
+        if not self._runs or not np.array_equal(self._runs[-1].rows, identity):
+            self._runs.append(RowRun(block_idx, identity))
+        self.blocks.append(block)
+        return block
+
+    def unseal(self) -> Block:
+        """Take back the newest block, as if it had never been sealed."""
+        (block,) = self.truncate(len(self.blocks) - 1)
+        return block
+
+    def truncate(self, keep_blocks: int) -> list[Block]:
+        """Drop all blocks from `keep_blocks` on and return them; the caller gives up their references."""
+        dropped = self.blocks[keep_blocks:]
+        for block in dropped:
+            if block.key.namespace == self.namespace:
+                self._next_revision[block.key.block_idx] = block.key.revision + 1
+        del self.blocks[keep_blocks:]
+        while self._runs and self._runs[-1].first_block >= keep_blocks:
+            self._runs.pop()
+        return dropped
+
+    def select_rows(self, rows: Sequence[int] | np.ndarray[Any, Any]) -> None:
+        """Let batch row `i` read what row `rows[i]` read before (reorder, repeat or select; moves no data)."""
+        self._runs = [RowRun(run.first_block, run.rows[np.asarray(rows)]) for run in self._runs]
+        self.rows_version += 1
+
+    def row_map(self, block_idx: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """The stored row that each batch row reads in this block."""
+        return next(run.rows for run in reversed(self._runs) if run.first_block <= block_idx)
+
+    def runs(self, block_indices: Sequence[int]) -> Iterator[tuple[list[int], np.ndarray[Any, Any]]]:
+        """Split ascending block indices into groups that share one row map and one layout."""
+        group: list[int] = []
+        group_rows: np.ndarray[Any, Any] | None = None
+        for block_idx in block_indices:
+            rows = self.row_map(block_idx)
+            if group and (
+                rows is not group_rows or self.blocks[block_idx].layout != self.blocks[group[0]].layout
+            ):
+                assert group_rows is not None
+                yield group, group_rows
+                group = []
+            group_rows = rows
+            group.append(block_idx)
+        if group and group_rows is not None:
+            yield group, group_rows
+
+    def fork(self, namespace: str) -> BlockTable:
+        """A second table over the same blocks, which the caller counts as referenced once more."""
+        twin = BlockTable(namespace, self.layer_idx)
+        twin.blocks = list(self.blocks)
+        twin._runs = list(self._runs)
+        return twin

@@ -1,0 +1,163 @@
+"""Settings: one frozen object, validated when it is made, without any I/O."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from .errors import ConfigError
+
+ATTENTION_TILE_TOKENS = 16
+
+_UNITS = {"": 1, "B": 1}
+_UNITS |= {f"{prefix}B": 1000 ** (power + 1) for power, prefix in enumerate("KMGT")}
+_UNITS |= {f"{prefix}IB": 1024 ** (power + 1) for power, prefix in enumerate("KMGT")}
+
+# Settings whose feature is not there yet, with the values that ask for nothing.
+_NOT_YET: dict[str, tuple[Any, ...]] = {
+    "host_capacity": (0, None),
+    "high_watermark": (None, 1.0),
+    "low_watermark": (None, 1.0),
+    "selection": (None,),
+    "top_blocks": (None,),
+    "tolerance": (None,),
+    "verify": (None, False),
+}
+
+
+def parse_bytes(size: int | str, name: str = "size") -> int:
+    """Turn a size into bytes.
+
+    Args:
+        size: an `int` of bytes, or a string such as `"6GiB"` (binary) or `"200 GB"` (decimal).
+        name: the setting's name, for the error message.
+
+    Returns:
+        The number of bytes, at least 0.
+
+    Raises:
+        ConfigError: the size is negative, or not a size.
+    """
+    if isinstance(size, int) and not isinstance(size, bool):
+        parsed = size
+    else:
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size) if isinstance(size, str) else None
+        if match is None or match[2].upper() not in _UNITS:
+            raise ConfigError(f"{name}={size!r} is not a size: give bytes as an int, or a string like '6GiB'")
+        parsed = int(float(match[1]) * _UNITS[match[2].upper()])
+    if parsed < 0:
+        raise ConfigError(f"{name}={size!r} is negative")
+    return parsed
+
+
+@dataclass(frozen=True, kw_only=True)
+class TieredCacheConfig:
+    """What the tiers may use and how they move data.
+
+    Args:
+        window_tokens: newest tokens of each layer that always stay on the accelerator (L0). At least one block.
+        sink_tokens: first tokens of the sequence that stay on the accelerator as well.
+        block_tokens: tokens per block, a multiple of 16. A block is the unit of every transfer.
+        prefetch_layers: how many layers ahead the old blocks are loaded. Each costs one buffer of a whole
+            layer on the accelerator; one more buffer belongs to the layer that is computing.
+        l1_path: existing directory on fast local storage. The cache works in a private directory below it and
+            removes only that. Default: below `$HF_TIERED_CACHE_DIR`, or the system's temporary directory.
+        l1_capacity: bytes that L1 may occupy (`int` or e.g. `"200GiB"`), never exceeded; 0 turns L1 off.
+            Default: 80 % of what is free on the file system when the first block is written.
+        l1_io_mode: `"direct"` bypasses the page cache, `"buffered"` uses it, `"auto"` takes buffered reads
+            while L1 is small against the free memory and direct ones beyond.
+        l2_url: existing directory for blocks that L1 has no room for. `None`: no L2.
+        staging_blocks: host staging buffers (pinned on CUDA) for blocks on their way to storage.
+        eviction: policy that names the blocks which leave L1 first; see `register_eviction`.
+        l1_tier, l2_tier: storage implementations; see `register_tier`.
+        mode: `"exact"`: every token takes part in attention.
+        host_capacity, high_watermark, low_watermark, selection, top_blocks, tolerance, verify: reserved; a
+            value that asks for something is refused.
+
+    Raises:
+        ConfigError: a value makes no sense. The message says which and what to give instead.
+    """
+
+    window_tokens: int = 4096
+    sink_tokens: int = 0
+    block_tokens: int = 256
+    prefetch_layers: int = 2
+    l1_path: str | os.PathLike[str] | None = None
+    l1_capacity: int | str | None = None
+    l1_io_mode: Literal["auto", "direct", "buffered"] = "auto"
+    l2_url: str | os.PathLike[str] | None = None
+    staging_blocks: int = 8
+    eviction: str = "fifo"
+    l1_tier: str = "nvme"
+    l2_tier: str = "zarr"
+    mode: Literal["exact"] = "exact"
+    host_capacity: int | str | None = 0
+    high_watermark: float | None = None
+    low_watermark: float | None = None
+    selection: str | None = None
+    top_blocks: int | None = None
+    tolerance: float | None = None
+    verify: bool | None = None
+
+    def __post_init__(self) -> None:
+        for name, nothing in _NOT_YET.items():
+            value = getattr(self, name)
+            if value not in nothing:
+                raise ConfigError(f"{name}={value!r} is not available yet: leave it at {nothing[0]!r}")
+        if self.mode != "exact":
+            raise ConfigError(f"mode={self.mode!r} is not available: the only mode is 'exact'")
+        for name, minimum in (
+            ("window_tokens", 1),
+            ("sink_tokens", 0),
+            ("block_tokens", ATTENTION_TILE_TOKENS),
+            ("prefetch_layers", 1),
+            ("staging_blocks", 1),
+        ):
+            self._require_int(name, minimum)
+        if self.block_tokens % ATTENTION_TILE_TOKENS:
+            raise ConfigError(
+                f"block_tokens={self.block_tokens} is not a multiple of the attention tile of "
+                f"{ATTENTION_TILE_TOKENS} tokens: take 64, 128 or 256"
+            )
+        if self.window_tokens < self.block_tokens:
+            raise ConfigError(
+                f"window_tokens={self.window_tokens} is smaller than block_tokens={self.block_tokens}: "
+                "a window holds at least one block; widen the window or take smaller blocks"
+            )
+        if self.l1_io_mode not in ("auto", "direct", "buffered"):
+            raise ConfigError(f"l1_io_mode={self.l1_io_mode!r}: take 'auto', 'direct' or 'buffered'")
+        if self.l1_capacity_bytes == 0 and self.l2_url is None:
+            raise ConfigError("l1_capacity=0 turns L1 off: give an l2_url, or blocks have nowhere to go")
+        if "://" in self.l2_directory and not self.l2_directory.startswith("file://"):
+            raise ConfigError(f"l2_url={self.l2_url!r}: only local directories are available yet")
+
+    @property
+    def l1_capacity_bytes(self) -> int | None:
+        """`l1_capacity` in bytes, `None` when it was left open."""
+        return None if self.l1_capacity is None else parse_bytes(self.l1_capacity, "l1_capacity")
+
+    @property
+    def l2_directory(self) -> str:
+        """`l2_url` as a path, empty when there is no L2."""
+        return "" if self.l2_url is None else os.fspath(self.l2_url).removeprefix("file://")
+
+    def _require_int(self, name: str, minimum: int) -> None:
+        value = getattr(self, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+            raise ConfigError(f"{name}={value!r}: give an int of at least {minimum}")
+
+    @classmethod
+    def from_options(cls, base: TieredCacheConfig | None, options: dict[str, Any]) -> TieredCacheConfig:
+        """Return `base` (default settings when `None`) with `options` put over it.
+
+        Raises:
+            ConfigError: an option does not exist.
+        """
+        known = {field.name for field in fields(cls)}
+        for name in options:
+            if name not in known:
+                raise ConfigError(f"unknown setting {name!r}; the settings are {', '.join(sorted(known))}")
+        inherited = {} if base is None else {name: getattr(base, name) for name in known}
+        return cls(**(inherited | options))

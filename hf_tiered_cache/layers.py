@@ -1,0 +1,60 @@
+"""What the manager knows of one layer of one request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from .blocks import BlockTable
+from .window import Geometry, WindowBuffer
+
+
+class LayerState:
+    """Window and block table of one layer; together they hold its tokens.
+
+        token 0                                                              tokens
+        |<- sink ->|<----------- sealed: table ----------->|<--- window --->|
+
+    Args:
+        layer_idx: the layer.
+        window: its L0.
+        table: its sealed blocks.
+        sink_tokens, block_tokens: as set.
+    """
+
+    def __init__(
+        self, layer_idx: int, window: WindowBuffer, table: BlockTable, sink_tokens: int, block_tokens: int
+    ) -> None:
+        self.layer_idx = layer_idx
+        self.window = window
+        self.table = table
+        self.sink_tokens = sink_tokens
+        self.block_tokens = block_tokens
+
+    @property
+    def geometry(self) -> Geometry:
+        """Shape and dtype of K and V."""
+        return self.window.geometry
+
+    @property
+    def sealed_tokens(self) -> int:
+        """Tokens in sealed blocks."""
+        return len(self.table) * self.block_tokens
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the sequence."""
+        return self.window.tokens + self.sealed_tokens
+
+    def select_rows(self, rows: Sequence[int] | np.ndarray[Any, Any]) -> None:
+        """Let batch row `i` be what row `rows[i]` was: moves the window, and only the row maps of the blocks."""
+        index = np.asarray(rows, dtype=np.int64)
+        self.window.select_rows(index)
+        self.table.select_rows(index)
+
+    def fork(self, namespace: str) -> LayerState:
+        """A second layer with the same tokens: shared blocks, which the caller counts, and a window of its own."""
+        table = self.table.fork(namespace)
+        return LayerState(self.layer_idx, self.window.copy(), table, self.sink_tokens, self.block_tokens)

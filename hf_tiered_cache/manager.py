@@ -1,0 +1,391 @@
+"""`KVCacheManager`: the tiers behind a handful of calls, with or without transformers."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from .blocks import BlockTable
+from .config import TieredCacheConfig
+from .errors import CacheClosedError, ConfigError
+from .layers import LayerState
+from .metrics import CacheStats, TierStats
+from .paths import DataPaths, Positions, Request, as_positions, layers_of
+from .resources import EngineFactory, Resources
+from .transfer.engine import make_engine
+from .window import Geometry, WindowBuffer
+
+
+class KVCacheManager:
+    """Holds K and V of requests in tiers: the newest tokens on the accelerator, older blocks in storage.
+
+    A request has layers; a layer has tokens, in order, for a batch of rows. Nothing is opened before the first
+    block leaves a window. Calls are serialised by one lock; they block while storage is behind (counted as
+    stall), and raise what went wrong in the background since the call before.
+
+    ```python
+    with KVCacheManager(TieredCacheConfig(window_tokens=4096)) as manager:
+        manager.allocate("a", seq_len=100_000)
+        manager.append("a", layer_id, key, value)            # [B, H, T, D]
+        key, value = manager.fetch("a", layer_id, torch.tensor([3, 70_000]))
+    ```
+
+    Args:
+        cache_config: settings; the defaults when `None`.
+        engine_factory: makes the copy engine of a device.
+
+    Raises:
+        ConfigError: a setting makes no sense, or a path is missing or not writable.
+    """
+
+    def __init__(
+        self, cache_config: TieredCacheConfig | None = None, *, engine_factory: EngineFactory = make_engine
+    ) -> None:
+        self.config = cache_config or TieredCacheConfig()
+        self._resources = Resources(self.config, engine_factory)
+        self._paths = DataPaths(self._resources)
+        self._lock = threading.RLock()
+        self._requests: dict[Hashable, Request] = {}
+        self._namespaces = 0
+        self._finalizer = weakref.finalize(self, self._resources.close)
+
+    def __enter__(self) -> KVCacheManager:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close()` was called."""
+        return self._resources.closed
+
+    def close(self) -> None:
+        """End threads, drop all requests, remove what was written. Blocks. May be called twice."""
+        with self._lock:
+            if not self.closed:
+                for layer in layers_of(list(self._requests.values())):
+                    self._paths.forget(layer)
+                self._requests.clear()
+                self._finalizer()
+
+    # -- requests ---------------------------------------------------------------------------------------------
+
+    def allocate(self, request_id: Hashable, seq_len: int = 0) -> None:
+        """Register a request.
+
+        Args:
+            request_id: a new name.
+            seq_len: tokens it is expected to reach; buffers are sized for it as soon as they are needed.
+
+        Raises:
+            ConfigError: the name is taken, or `seq_len` is negative.
+        """
+        with self._calling():
+            if request_id in self._requests:
+                raise ConfigError(f"request {request_id!r} exists: free() it first, or choose another name")
+            if seq_len < 0:
+                raise ConfigError(f"seq_len={seq_len} is negative")
+            namespace = f"request{self._namespaces:04d}"
+            self._namespaces += 1
+            self._requests[request_id] = Request(request_id, namespace, seq_len)
+
+    def free(self, request_id: Hashable) -> None:
+        """Forget a request and delete its blocks, except those that a fork still needs.
+
+        Raises:
+            ConfigError: there is no such request.
+        """
+        with self._calling():
+            for layer in self._request(request_id).layers.values():
+                self._paths.forget(layer)
+            del self._requests[request_id]
+
+    def fork(self, request_id: Hashable, new_request_id: Hashable) -> None:
+        """Register a second request with the same tokens. Sealed blocks are shared, windows are copied.
+
+        Raises:
+            ConfigError: there is no such request, or the new name is taken.
+        """
+        with self._calling():
+            source = self._request(request_id)
+            self.allocate(new_request_id, source.expected_tokens)
+            twin = self._requests[new_request_id]
+            for layer_idx, layer in source.layers.items():
+                self._paths.share_blocks(layer)
+                twin.layers[layer_idx] = layer.fork(twin.namespace)
+
+    def free_layer(self, request_id: Hashable, layer_id: int) -> None:
+        """Forget the tokens of one layer; without effect when it holds none."""
+        with self._calling():
+            layer = self._request(request_id).layers.pop(layer_id, None)
+            if layer is not None:
+                self._paths.forget(layer)
+
+    def batch_size(self, request_id: Hashable, layer_id: int) -> int | None:
+        """Rows of a layer's batch; `None` before its first `append`."""
+        layer = self._request(request_id).layers.get(layer_id)
+        return None if layer is None else layer.geometry.batch
+
+    def tokens(self, request_id: Hashable, layer_id: int) -> int:
+        """Tokens that a layer holds; 0 before its first `append`."""
+        layer = self._request(request_id).layers.get(layer_id)
+        return 0 if layer is None else layer.tokens
+
+    # -- data -------------------------------------------------------------------------------------------------
+
+    def append(self, request_id: Hashable, layer_id: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Add tokens to a layer. What leaves its window is sealed and written in the background.
+
+        Args:
+            request_id, layer_id: which layer.
+            key: `[B, Hk, T, Dk]`.
+            value: `[B, Hv, T, Dv]`, same batch, tokens, dtype and device.
+
+        Raises:
+            ConfigError: the tensors do not fit each other or what the layer holds; nothing was added.
+            TierError: storage failed. The tokens that were sealed or are in the window so far stay.
+        """
+        with self._calling():
+            self._paths.append(self._layer(request_id, layer_id, key, value), key, value)
+
+    def update(
+        self, request_id: Hashable, layer_id: int, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add tokens to a layer and return all of its K and V, as attention needs them.
+
+        Args:
+            request_id, layer_id, key, value: as for `append`.
+
+        Returns:
+            K `[B, Hk, S, Dk]` and V `[B, Hv, S, Dv]`, views of reused buffers: read them before layers of this
+            device are updated `prefetch_layers + 1` more times; they must not be written to.
+
+        Raises:
+            ConfigError: as for `append`.
+            TierError: as for `append`, or a block could not be read.
+        """
+        with self._calling():
+            layer = self._layer(request_id, layer_id, key, value)
+            return self._paths.gather(self._requests[request_id], layer, key, value)
+
+    def fetch(
+        self, request_id: Hashable, layer_id: int, positions: torch.Tensor | Sequence[int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return K and V of some tokens.
+
+        Args:
+            request_id, layer_id: which layer.
+            positions: 1-D, token indices in any order, repeats allowed.
+
+        Returns:
+            K `[B, Hk, P, Dk]` and V `[B, Hv, P, Dv]` in the order of `positions`, new tensors on the layer's
+            device.
+
+        Raises:
+            ConfigError: no such layer, or a position outside `[0, tokens)`.
+            TierReadError: a block could not be read.
+        """
+        with self._calling():
+            layer = self._existing_layer(request_id, layer_id)
+            wanted = _checked_positions(positions, layer.tokens)
+            self._requests[request_id].order.observe(layer_id)
+            return self._paths.fetch(layer, wanted)
+
+    def prefetch(self, request_id: Hashable, predicted_positions: torch.Tensor | Sequence[int]) -> int:
+        """Start to load the blocks that hold these positions, for the layers that come next. Does not block.
+
+        The layers are those that follow the last one used, in the order learnt so far, as many as there are
+        free buffers (`prefetch_layers + 1` per device). `update` and `fetch` then find the blocks on their way.
+
+        Args:
+            request_id: which request.
+            predicted_positions: 1-D, token indices; those in sink or window need no load.
+
+        Returns:
+            For how many layers a load was started.
+        """
+        with self._calling():
+            request = self._request(request_id)
+            longest = max((layer.tokens for layer in request.layers.values()), default=0)
+            return self._paths.prefetch(request, _checked_positions(predicted_positions, longest))
+
+    def evict(self, request_id: Hashable) -> int:
+        """Let a request leave the accelerator: seal every full block of its windows. Blocks on storage.
+
+        Sink tokens and the newest tokens that fill no block stay. The request can be used as before.
+
+        Returns:
+            How many blocks were sealed.
+
+        Raises:
+            TierError: storage failed; what was not sealed is still in the window.
+        """
+        with self._calling():
+            sealed = 0
+            for layer in self._request(request_id).layers.values():
+                while layer.window.held_tokens >= layer.block_tokens:
+                    self._paths.seal(layer)
+                    sealed += 1
+                layer.window.shrink()
+            return sealed
+
+    def flush(self) -> None:
+        """Wait until every sealed block is in a tier. Blocks.
+
+        Raises:
+            TierError: one could not be written.
+        """
+        with self._calling():
+            if self._resources.residency is not None:
+                self._resources.residency.flush()
+
+    # -- changes of what is held --------------------------------------------------------------------------------
+
+    def crop(self, request_id: Hashable, layer_id: int, tokens_to_remove: int) -> None:
+        """Remove the newest tokens of a layer. A crop into sealed blocks drops them whole and takes what
+        remains of the one on the border back into the window (blocks on its read).
+
+        Raises:
+            ConfigError: `tokens_to_remove` is negative.
+            TierReadError: the block on the border could not be read; nothing was removed.
+        """
+        with self._calling():
+            layer = self._existing_layer(request_id, layer_id)
+            if tokens_to_remove < 0:
+                raise ConfigError(f"tokens_to_remove={tokens_to_remove} is negative")
+            self._paths.crop(layer, max(0, layer.tokens - tokens_to_remove))
+
+    def select_rows(
+        self, request_id: Hashable, layer_id: int, rows: Sequence[int] | np.ndarray[Any, Any]
+    ) -> None:
+        """Let batch row `i` of a layer be what row `rows[i]` was: reorders, repeats or drops rows. Moves the
+        window's data only; for sealed blocks a row map changes."""
+        with self._calling():
+            layer = self._existing_layer(request_id, layer_id)
+            index = np.asarray(rows, dtype=np.int64)
+            if index.size == 0 or index.min() < 0 or index.max() >= layer.geometry.batch:
+                raise ConfigError(
+                    f"rows {index.tolist()} are not all within a batch of {layer.geometry.batch}"
+                )
+            self._paths.select_rows(layer, index)
+
+    # -- numbers ------------------------------------------------------------------------------------------------
+
+    def stats(self) -> CacheStats:
+        """A snapshot of what the tiers hold and have done."""
+        with self._lock:
+            layers = list(layers_of(list(self._requests.values())))
+            share = 1 / max(1, len(layers))
+            metrics = self._resources.metrics
+            tiers = {
+                "L0": TierStats(
+                    tokens=sum(layer.window.tokens for layer in layers) * share,
+                    blocks=0,
+                    bytes=metrics.l0_bytes,
+                    capacity_bytes=None,
+                    bytes_written=metrics["L0_written"],
+                    bytes_read=metrics["L0_read"],
+                )
+            }
+            for name, configured in (("L1", self.config.l1_capacity_bytes), ("L2", None)):
+                tier = self._resources.tiers.get(name)
+                tiers[name] = TierStats(
+                    tokens=(tier.blocks if tier else 0) * self.config.block_tokens * share,
+                    blocks=tier.blocks if tier else 0,
+                    bytes=tier.used_bytes if tier else 0,
+                    capacity_bytes=tier.capacity_bytes if tier else configured,
+                    bytes_written=metrics[f"{name}_written"],
+                    bytes_read=metrics[f"{name}_read"],
+                )
+            l1 = self._resources.tiers.get("L1")
+            return metrics.snapshot(
+                sequence_tokens=max((layer.tokens for layer in layers), default=0),
+                tiers=tiers,
+                l1_io_mode=l1.io_mode if l1 else None,
+            )
+
+    # -- inside -----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _calling(self) -> Iterator[None]:
+        with self._lock:
+            if self.closed:
+                raise CacheClosedError("the cache is closed: make a new one")
+            if self._resources.residency is not None:
+                self._resources.residency.raise_failure()
+            yield
+
+    def _request(self, request_id: Hashable) -> Request:
+        if request_id not in self._requests:
+            raise ConfigError(f"there is no request {request_id!r}: allocate() it first")
+        return self._requests[request_id]
+
+    def _existing_layer(self, request_id: Hashable, layer_id: int) -> LayerState:
+        request = self._request(request_id)
+        if layer_id not in request.layers:
+            raise ConfigError(f"layer {layer_id} of {request_id!r} holds nothing yet: append() to it first")
+        return request.layers[layer_id]
+
+    def _layer(
+        self, request_id: Hashable, layer_id: int, key: torch.Tensor, value: torch.Tensor
+    ) -> LayerState:
+        """The layer to which these tensors can be appended, made if it is the first time."""
+        request = self._request(request_id)
+        if (
+            key.ndim != 4
+            or value.ndim != 4
+            or key.shape[0] != value.shape[0]
+            or key.shape[2] != value.shape[2]
+        ):
+            raise ConfigError(
+                f"layer {layer_id}: key {tuple(key.shape)} and value {tuple(value.shape)} must be [B, H, T, D] "
+                "with the same batch and the same number of tokens"
+            )
+        if key.dtype != value.dtype or key.device != value.device:
+            raise ConfigError(
+                f"layer {layer_id}: key is {key.dtype} on {key.device}, value {value.dtype} on {value.device}; "
+                "both must be the same"
+            )
+        geometry = Geometry(
+            key.shape[0], key.shape[1], key.shape[3], value.shape[1], value.shape[3], key.dtype
+        )
+        layer = request.layers.get(layer_id)
+        if layer is None:
+            config, engine = self.config, self._resources.engine(key.device)
+            window = WindowBuffer(
+                engine, geometry, config.sink_tokens, config.window_tokens, config.block_tokens
+            )
+            table = BlockTable(request.namespace, layer_id)
+            layer = LayerState(layer_id, window, table, config.sink_tokens, config.block_tokens)
+            request.layers[layer_id] = layer
+        elif layer.geometry != geometry or layer.window.device != key.device:
+            raise ConfigError(_mismatch(layer, geometry, key.device))
+        request.order.observe(layer_id)
+        return layer
+
+
+def _checked_positions(positions: torch.Tensor | Sequence[int], tokens: int) -> Positions:
+    try:
+        wanted = as_positions(positions)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    if wanted.size and (wanted.min() < 0 or wanted.max() >= tokens):
+        raise ConfigError(f"positions must lie in [0, {tokens}); got {wanted.min()} to {wanted.max()}")
+    return wanted
+
+
+def _mismatch(layer: LayerState, new: Geometry, device: torch.device) -> str:
+    held = layer.geometry
+    if held.batch != new.batch:
+        return (
+            f"layer {layer.layer_idx} holds a batch of {held.batch}, and got one of {new.batch}. To go on from "
+            f"one prompt with several rows (beams, samples), call batch_repeat_interleave on the cache first"
+        )
+    return f"layer {layer.layer_idx} holds {held} on {layer.window.device}, and got {new} on {device}"

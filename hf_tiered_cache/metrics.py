@@ -1,0 +1,157 @@
+"""Counters, and the snapshot of them that users read."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class TierStats:
+    """What one tier holds, and what went in and out since the start.
+
+    Args:
+        tokens: tokens held, as the mean over the tiered layers.
+        blocks: blocks held, over all layers.
+        bytes: bytes occupied (L0: every tensor that the package allocated on the accelerator).
+        capacity_bytes: the limit on `bytes`, `None` when there is none.
+        bytes_written, bytes_read: traffic since the start. L0's is what was copied to and from the host.
+    """
+
+    tokens: float
+    blocks: int
+    bytes: int
+    capacity_bytes: int | None
+    bytes_written: int
+    bytes_read: int
+
+
+@dataclass(frozen=True)
+class CacheStats:
+    """A snapshot, taken by `TieredCache.stats()` or `KVCacheManager.stats()`; it does not change afterwards.
+
+    Args:
+        sequence_tokens: tokens in the cache (the longest layer of the longest request).
+        tiers: `"L0"`, `"L1"` and `"L2"`.
+        blocks_sealed: blocks that left the window.
+        blocks_demoted: blocks that L1 handed to L2.
+        prefetch_hits: blocks whose load had been started before attention asked for them.
+        prefetch_misses: blocks whose load began only then.
+        read_stall_seconds: time the caller waited for blocks on their way in.
+        write_stall_seconds: time the caller waited for a free staging buffer.
+        l0_bytes, peak_l0_bytes: accelerator memory that the package holds, now and at most.
+        l1_io_mode: how L1 is read just now, `"direct"` or `"buffered"`; `None` before the first read.
+    """
+
+    sequence_tokens: int
+    tiers: Mapping[str, TierStats]
+    blocks_sealed: int
+    blocks_demoted: int
+    prefetch_hits: int
+    prefetch_misses: int
+    read_stall_seconds: float
+    write_stall_seconds: float
+    l0_bytes: int
+    peak_l0_bytes: int
+    l1_io_mode: str | None
+
+    @property
+    def stall_seconds(self) -> float:
+        """Time the caller waited for the tiers, in either direction."""
+        return self.read_stall_seconds + self.write_stall_seconds
+
+    @property
+    def prefetch_hit_rate(self) -> float | None:
+        """Share of blocks whose load began ahead of time; `None` when nothing was loaded."""
+        loads = self.prefetch_hits + self.prefetch_misses
+        return self.prefetch_hits / loads if loads else None
+
+    def __str__(self) -> str:
+        rows = [f"{'tier':<5}{'tokens':>10}{'blocks':>9}{'held':>12}{'limit':>12}{'written':>12}{'read':>12}"]
+        for name, tier in self.tiers.items():
+            limit = "-" if tier.capacity_bytes is None else format_bytes(tier.capacity_bytes)
+            rows.append(
+                f"{name:<5}{tier.tokens:>10,.0f}{tier.blocks:>9,}{format_bytes(tier.bytes):>12}{limit:>12}"
+                f"{format_bytes(tier.bytes_written):>12}{format_bytes(tier.bytes_read):>12}"
+            )
+        rate = self.prefetch_hit_rate
+        rows.append(
+            f"{self.sequence_tokens:,} tokens; peak L0 {format_bytes(self.peak_l0_bytes)}; "
+            f"prefetch hits {'-' if rate is None else f'{rate:.1%}'}; "
+            f"stalls {self.read_stall_seconds:.2f} s reading, {self.write_stall_seconds:.2f} s writing"
+        )
+        return "\n".join(rows)
+
+
+def format_bytes(size: float) -> str:
+    """Write a number of bytes with a binary unit, e.g. `"1.5 MiB"`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+class Metrics:
+    """The counters behind `CacheStats`; every method may be called from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+        self._stall_seconds = {"read": 0.0, "write": 0.0}
+        self._l0_bytes = 0
+        self._peak_l0_bytes = 0
+
+    def count(self, **amounts: int) -> None:
+        """Add to counters by name, e.g. `count(prefetch_hits=3)`."""
+        with self._lock:
+            self._counts.update(amounts)
+
+    def allocated_l0(self, delta_bytes: int) -> None:
+        """Account accelerator memory: positive when allocated, negative when given back."""
+        with self._lock:
+            self._l0_bytes += delta_bytes
+            self._peak_l0_bytes = max(self._peak_l0_bytes, self._l0_bytes)
+
+    @contextmanager
+    def stall(self, direction: Literal["read", "write"]) -> Iterator[None]:
+        """Time a wait of the caller."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._stall_seconds[direction] += time.perf_counter() - started
+
+    def snapshot(
+        self, *, sequence_tokens: int, tiers: Mapping[str, TierStats], l1_io_mode: str | None
+    ) -> CacheStats:
+        """Join the counters with what only the manager knows."""
+        with self._lock:
+            return CacheStats(
+                sequence_tokens=sequence_tokens,
+                tiers=tiers,
+                blocks_sealed=self._counts["blocks_sealed"],
+                blocks_demoted=self._counts["blocks_demoted"],
+                prefetch_hits=self._counts["prefetch_hits"],
+                prefetch_misses=self._counts["prefetch_misses"],
+                read_stall_seconds=self._stall_seconds["read"],
+                write_stall_seconds=self._stall_seconds["write"],
+                l0_bytes=self._l0_bytes,
+                peak_l0_bytes=self._peak_l0_bytes,
+                l1_io_mode=l1_io_mode,
+            )
+
+    def __getitem__(self, name: str) -> int:
+        with self._lock:
+            return self._counts[name]
+
+    @property
+    def l0_bytes(self) -> int:
+        """Accelerator memory held now."""
+        return self._l0_bytes

@@ -1,0 +1,229 @@
+"""The ways that data takes through one layer.
+
+append   new tokens ─▶ window ─▶ seal ─▶ (staging ─▶ L1 ─▶ L2, in the background)
+gather   sealed blocks (prefetched) + window + new tokens ─▶ one buffer ─▶ attention
+fetch    some positions, from wherever they are ─▶ new tensors
+crop     drop tokens from the end; a block that is cut goes back to the window
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from .config import TieredCacheConfig
+from .lane import Lane
+from .layers import LayerState
+from .prefetch import LayerOrder, Prefetcher
+from .residency import Residency
+from .resources import Resources
+
+Positions = np.ndarray[Any, np.dtype[np.int64]]
+
+
+@dataclass
+class Request:
+    """One sequence, or a batch of sequences of one length.
+
+    Args:
+        request_id: the user's name for it.
+        namespace: what its blocks are called in the tiers.
+        expected_tokens: length that its buffers are made for.
+    """
+
+    request_id: Hashable
+    namespace: str
+    expected_tokens: int
+    layers: dict[int, LayerState] = field(default_factory=dict)
+    order: LayerOrder = field(default_factory=LayerOrder)
+
+
+class DataPaths:
+    """Moves tokens of layers; see the module. One thread at a time.
+
+    Args:
+        resources: engines, tiers, prefetch; opened by the first seal.
+    """
+
+    def __init__(self, resources: Resources) -> None:
+        self._resources = resources
+        self._config: TieredCacheConfig = resources.config
+
+    def append(self, layer: LayerState, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Add tokens `[B, H, T, D]` to the window, in pieces that it has room for, and seal what it has too many.
+
+        Whenever this raises, what was added so far is in window and table, complete and in order.
+        """
+        done, total = 0, key.shape[2]
+        while done < total:
+            piece = slice(done, done + min(layer.window.room(), total - done))
+            layer.window.append(key[:, :, piece], value[:, :, piece])
+            done = piece.stop
+            while layer.window.has_block_to_seal:
+                self.seal(layer)
+
+    def seal(self, layer: LayerState) -> None:
+        """Move the window's oldest block into the table and on its way to storage."""
+        self._lane(layer).seal_oldest(layer.window, layer.table, layer.block_tokens)
+
+    def gather(
+        self, request: Request, layer: LayerState, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """All K and V of a layer with the new tokens at the end, `[B, H, S, D]`, and append those.
+
+        While this waits for the sealed blocks, those of the next layers are being loaded already.
+        """
+        if not layer.table and layer.window.fits(key.shape[2]):
+            layer.window.append(key, value)
+            return layer.window.views()
+        lane = self._lane(layer)
+        old_tokens, tokens = layer.tokens, layer.tokens + key.shape[2]
+        load = self._prefetcher.begin(layer, lane, self._buffer_tokens(request, tokens))
+        self._prefetch_following(request, layer)
+        keys, values = self._prefetcher.finish(load, tokens)
+        layer.window.copy_to(keys, values, end=old_tokens)
+        keys[:, :, old_tokens:].copy_(key)
+        values[:, :, old_tokens:].copy_(value)
+        self.append(layer, key, value)
+        self._prefetch_following(request, layer, with_itself=True)
+        return keys, values
+
+    def fetch(self, layer: LayerState, positions: Positions) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of some tokens, `[B, H, len(positions), D]` in their order, as new tensors. Blocks."""
+        sealed = (positions >= layer.sink_tokens) & (positions < layer.sink_tokens + layer.sealed_tokens)
+        from_window = layer.window.select_tokens(self._window_index(layer, positions[~sealed]))
+        if not sealed.any():
+            return from_window
+        device = layer.window.device
+        to_window, to_sealed = (
+            torch.from_numpy(np.flatnonzero(mask)).to(device) for mask in (~sealed, sealed)
+        )
+        lane = self._lane(layer)
+        with self._prefetcher.blocks(layer, lane, blocks_of(layer, positions)) as (keys, values, place):
+            offsets = torch.from_numpy(place(positions[sealed] - layer.sink_tokens)).to(device)
+            results = []
+            for stored, held in zip((keys, values), from_window, strict=True):
+                result = stored.new_empty((*stored.shape[:2], len(positions), stored.shape[3]))
+                result.index_copy_(2, to_window, held)
+                result.index_copy_(2, to_sealed, stored.index_select(2, offsets))
+                results.append(result)
+        return results[0], results[1]
+
+    def crop(self, layer: LayerState, keep_tokens: int) -> None:
+        """Forget all tokens from `keep_tokens` on. Blocks on a read when it cuts a sealed block."""
+        remove = layer.tokens - keep_tokens
+        if remove <= layer.window.held_tokens or not layer.table:
+            layer.window.crop(remove)
+            return
+        keep_blocks, border_tokens = divmod(max(0, keep_tokens - layer.sink_tokens), layer.block_tokens)
+        first = layer.sink_tokens + keep_blocks * layer.block_tokens
+        # Read before anything is dropped, so that a failure leaves the layer as it was.
+        border = self.fetch(layer, np.arange(first, first + border_tokens))
+        layer.window.crop(layer.window.held_tokens)
+        self._residency.release(layer.table.truncate(keep_blocks))
+        if border_tokens:
+            layer.window.append(*border)
+        layer.window.crop(layer.tokens - keep_tokens)
+
+    def prefetch(self, request: Request, positions: Positions) -> int:
+        """Start loads of the blocks that hold these positions, for the layers that come next."""
+        last = request.order.last
+        if last is None:
+            return 0
+        following = (request.layers[layer_idx] for layer_idx in request.order.following(last, request.layers))
+        return sum(self._start_load(request, layer, blocks_of(layer, positions)) for layer in following)
+
+    def select_rows(self, layer: LayerState, rows: Positions) -> None:
+        """Let batch row `i` be what row `rows[i]` was."""
+        if np.array_equal(rows, np.arange(layer.geometry.batch)):
+            return
+        if self._resources.prefetcher is not None:
+            self._resources.prefetcher.discard(layer)
+        layer.select_rows(rows)
+
+    def share_blocks(self, layer: LayerState) -> None:
+        """Count one more table over this layer's sealed blocks."""
+        if layer.table:
+            self._residency.retain(layer.table.blocks)
+
+    def forget(self, layer: LayerState) -> None:
+        """Give up all that a layer holds."""
+        if self._resources.prefetcher is not None:
+            self._resources.prefetcher.discard(layer)
+        if layer.table:
+            self._residency.release(layer.table.truncate(0))
+        layer.window.free()
+
+    @property
+    def _residency(self) -> Residency:
+        assert self._resources.residency is not None, "there are sealed blocks, so the tiers are open"
+        return self._resources.residency
+
+    @property
+    def _prefetcher(self) -> Prefetcher:
+        assert self._resources.prefetcher is not None, "a lane is open, so the prefetch is"
+        return self._resources.prefetcher
+
+    def _lane(self, layer: LayerState) -> Lane:
+        return self._resources.lane(layer.window.device)
+
+    def _buffer_tokens(self, request: Request, tokens: int) -> int:
+        """Room that a layer's buffer should have: some for the tokens to come, all if their number is known."""
+        block = self._config.block_tokens
+        return -(-max(tokens + block, request.expected_tokens) // block) * block
+
+    def _prefetch_following(self, request: Request, layer: LayerState, with_itself: bool = False) -> None:
+        """Start loads for the layers after this one while there are buffers. The layer itself comes last in the
+        cycle, and only once its update is complete."""
+        for layer_idx in request.order.following(layer.layer_idx, request.layers):
+            following = request.layers.get(layer_idx)
+            if following is None or not following.table or (following is layer and not with_itself):
+                continue
+            if not self._lane(following).free_buffers:
+                return
+            self._start_load(request, following, range(len(following.table)))
+
+    def _start_load(self, request: Request, layer: LayerState, block_indices: Sequence[int]) -> bool:
+        if not block_indices:
+            return False
+        tokens = self._buffer_tokens(request, layer.tokens)
+        return self._prefetcher.start(layer, self._lane(layer), block_indices, tokens)
+
+    def _window_index(self, layer: LayerState, positions: Positions) -> torch.Tensor:
+        """Positions outside the sealed blocks as `WindowBuffer.select_tokens` counts them."""
+        index = np.where(
+            positions < layer.window.sink_held,
+            positions - layer.window.sink_held,
+            positions - layer.window.sink_held - layer.sealed_tokens,
+        )
+        return torch.from_numpy(index).to(layer.window.device)
+
+
+def blocks_of(layer: LayerState, positions: Positions) -> list[int]:
+    """The sealed blocks that hold some of these positions, ascending."""
+    blocks = (positions - layer.sink_tokens) // layer.block_tokens
+    return [int(block) for block in np.unique(blocks[(blocks >= 0) & (blocks < len(layer.table))])]
+
+
+def as_positions(positions: torch.Tensor | Sequence[int]) -> Positions:
+    """Positions as a 1-D int64 array.
+
+    Raises:
+        ValueError: they are not 1-D, or not integers.
+    """
+    array = positions.detach().cpu().numpy() if isinstance(positions, torch.Tensor) else np.asarray(positions)
+    if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
+        raise ValueError(
+            f"positions must be a 1-D sequence of ints, not {array.dtype} of shape {array.shape}"
+        )
+    return array.astype(np.int64)
+
+
+def layers_of(requests: Sequence[Request]) -> Iterator[LayerState]:
+    """All layers of all requests."""
+    for request in requests:
+        yield from request.layers.values()

@@ -1,0 +1,322 @@
+"""Layer-ahead prefetch: while one layer computes, the sealed blocks of the next ones fill their buffers.
+
+    update(l):  release the buffer of the layer before ─▶ start loads for the layers after l ─▶ wait for l's load
+
+Which layers come after l is learnt from the order of updates, across the end of a forward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import CancelledError, Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from .blocks import Block, BlockLayout, as_bits
+from .errors import CacheClosedError
+from .lane import GatherBuffer, Lane
+from .layers import LayerState
+from .metrics import Metrics
+from .residency import Residency
+from .transfer.engine import Event
+
+# Reads of this size keep a drive busy; smaller blocks are read several at a time.
+_READ_BYTES = 8 << 20
+
+
+class LayerOrder:
+    """The order in which a model updates its layers, as observed; layers may be skipped, and the last leads
+    to the first. Until a layer's successor was seen, it is taken to be the next higher layer."""
+
+    def __init__(self) -> None:
+        self._successor: dict[int, int] = {}
+        self.last: int | None = None
+
+    def observe(self, layer_idx: int) -> None:
+        """This layer is being updated."""
+        if self.last is not None:
+            self._successor[self.last] = layer_idx
+        self.last = layer_idx
+
+    def following(self, layer_idx: int, known: Iterable[int]) -> Iterator[int]:
+        """The layers that come next, the nearest first, up to `layer_idx` itself."""
+        ascending = sorted(known)
+        seen: set[int] = set()
+        current = layer_idx
+        while current not in seen:
+            seen.add(current)
+            guess = next((other for other in ascending if other > current), ascending[0])
+            current = self._successor.get(current, guess)
+            if current not in seen:
+                yield current
+        if current == layer_idx:
+            yield layer_idx
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Blocks that are read together and land side by side: one layout, one row map, consecutive targets."""
+
+    blocks: list[Block]
+    rows: np.ndarray[Any, Any]
+    first_token: int
+
+
+@dataclass(eq=False)
+class Load:
+    """Sealed blocks of one layer on their way into a buffer.
+
+    `loaded` has the blocks by their index in the table; each is referenced until the load ends. `keys` and
+    `values` are `[B, H, capacity, D]`.
+    """
+
+    layer: LayerState
+    lane: Lane
+    buffer: GatherBuffer
+    capacity_tokens: int
+    rows_version: int
+    keys: torch.Tensor
+    values: torch.Tensor
+    loaded: dict[int, Block] = field(default_factory=dict)
+    tasks: list[Future[Event | None]] = field(default_factory=list)
+    cancelled: bool = False
+
+
+class Prefetcher:
+    """Owns the loads of all layers; used by one thread at a time.
+
+    Args:
+        residency: where blocks are read.
+        metrics: counts hits, misses and stalls.
+    """
+
+    def __init__(self, residency: Residency, metrics: Metrics) -> None:
+        self._residency = residency
+        self._metrics = metrics
+        self._loads: dict[LayerState, Load] = {}
+
+    def start(self, layer: LayerState, lane: Lane, block_indices: Sequence[int], tokens: int) -> bool:
+        """Begin to load blocks of a layer ahead of time, if a buffer is free and no load of it is under way.
+
+        Args:
+            layer, lane: the layer, and its device's lane.
+            block_indices: ascending.
+            tokens: room that the buffer should have; more is made when it turns out to be needed.
+        """
+        if layer in self._loads or not lane.free_buffers or not block_indices:
+            return False
+        load = self._new_load(layer, lane, lane.free_buffers.pop(), tokens)
+        self._submit(load, block_indices)
+        self._loads[layer] = load
+        return True
+
+    def begin(self, layer: LayerState, lane: Lane, tokens: int) -> Load:
+        """Make sure that all sealed blocks of a layer are being loaded; the caller passes the load to `finish`.
+
+        What was started before counts as prefetched. If every buffer is taken by loads for other layers, one
+        of them gives way.
+        """
+        lane.release_used()
+        blocks = layer.table.blocks
+        load = self._take(layer)
+        if load is None:
+            if not lane.free_buffers:
+                self.discard(self._farthest(lane))
+            load = self._new_load(layer, lane, lane.free_buffers.pop(), tokens)
+        # A crop, or a seal since, may have changed blocks after the load began.
+        missing = [index for index, block in enumerate(blocks) if load.loaded.get(index) is not block]
+        self._metrics.count(prefetch_misses=len(missing), prefetch_hits=len(blocks) - len(missing))
+        if missing or not load.tasks:
+            self._submit(load, missing)
+        return load
+
+    def finish(self, load: Load, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Let the compute stream wait for the load, and return K and V `[B, H, tokens, D]`, which attention may
+        read from now on. What the load did not fill is undefined.
+
+        Raises:
+            TierReadError: a block could not be read.
+        """
+        try:
+            self._wait(load)
+            if load.capacity_tokens < tokens:
+                self._grow(load, tokens)
+        except BaseException:
+            self._let_go(load)
+            raise
+        self._residency.release(load.loaded.values())
+        load.lane.use(load.buffer)
+        return load.keys[:, :, :tokens], load.values[:, :, :tokens]
+
+    @contextmanager
+    def blocks(
+        self, layer: LayerState, lane: Lane, block_indices: Sequence[int]
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]]]:
+        """Some blocks of a layer, from a load if one has them, else read now. Blocks.
+
+        Yields:
+            K and V `[B, H, capacity, D]`, valid inside the context, and a function from token offsets into the
+            sealed part of the sequence to offsets into K and V.
+
+        Raises:
+            TierReadError: a block could not be read.
+        """
+        lane.release_used()
+        load = self._take(layer)
+        if load is not None and all(load.loaded.get(i) is layer.table.blocks[i] for i in block_indices):
+            self._metrics.count(prefetch_hits=len(block_indices))
+            keys, values = self.finish(load, load.capacity_tokens)
+            try:
+                yield keys, values, lambda offsets: offsets + layer.sink_tokens
+            finally:
+                lane.release_used()
+            return
+        if load is not None:
+            self._let_go(load)
+        self._metrics.count(prefetch_misses=len(block_indices))
+        with self._side_by_side(layer, lane, block_indices) as (keys, values):
+            yield keys, values, lambda offsets: _compact(offsets, block_indices, layer.block_tokens)
+
+    def discard(self, layer: LayerState) -> None:
+        """Forget the load of a layer, if there is one: its rows are changing or it goes away."""
+        load = self._loads.pop(layer, None)
+        if load is not None:
+            self._let_go(load)
+
+    @contextmanager
+    def _side_by_side(
+        self, layer: LayerState, lane: Lane, block_indices: Sequence[int]
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Read blocks into a buffer of their own that lives as long as the context."""
+        buffer = GatherBuffer(lane.engine.allocate(0), lane.engine.record_compute())
+        load = self._new_load(layer, lane, buffer, len(block_indices) * layer.block_tokens)
+        starts = [position * layer.block_tokens for position in range(len(block_indices))]
+        self._submit(load, block_indices, starts)
+        try:
+            self._wait(load)
+            yield load.keys, load.values
+        finally:
+            self._residency.release(load.loaded.values())
+            lane.engine.free(buffer.storage)
+
+    def _take(self, layer: LayerState) -> Load | None:
+        """The load of a layer that was started ahead of time, unless rows have changed since."""
+        load = self._loads.pop(layer, None)
+        if load is not None and load.rows_version != layer.table.rows_version:
+            self._let_go(load)
+            return None
+        return load
+
+    def _new_load(self, layer: LayerState, lane: Lane, buffer: GatherBuffer, tokens: int) -> Load:
+        capacity_tokens = lane.fit(buffer, layer.geometry, tokens)
+        keys, values = layer.geometry.carve(buffer.storage, capacity_tokens)
+        return Load(layer, lane, buffer, capacity_tokens, layer.table.rows_version, keys, values)
+
+    def _grow(self, load: Load, tokens: int) -> None:
+        """Move what was loaded to a larger buffer: more tokens came at once than were expected."""
+        filled = slice(0, load.layer.sink_tokens + load.layer.sealed_tokens)
+        old_keys, old_values = load.keys, load.values
+        old_storage, load.buffer.storage = load.buffer.storage, load.lane.engine.allocate(0)
+        load.capacity_tokens = load.lane.fit(load.buffer, load.layer.geometry, tokens)
+        load.keys, load.values = load.layer.geometry.carve(load.buffer.storage, load.capacity_tokens)
+        load.keys[:, :, filled].copy_(old_keys[:, :, filled])
+        load.values[:, :, filled].copy_(old_values[:, :, filled])
+        load.lane.engine.free(old_storage)
+
+    def _submit(self, load: Load, block_indices: Sequence[int], starts: Sequence[int] | None = None) -> None:
+        table = load.layer.table
+        if starts is None:
+            starts = [load.layer.sink_tokens + index * load.layer.block_tokens for index in block_indices]
+        blocks = {index: table.blocks[index] for index in block_indices}
+        self._residency.retain(blocks.values())
+        self._residency.release([load.loaded[index] for index in blocks if index in load.loaded])
+        load.loaded.update(blocks)
+        runs = list(_split_runs(load.layer, block_indices, starts))
+        # Even without blocks: what a cancelled load still writes into this buffer has then been written.
+        load.tasks.append(load.lane.worker.submit(lambda: self._run(load, runs)))
+
+    def _wait(self, load: Load) -> None:
+        try:
+            with self._metrics.stall("read"):
+                for task in load.tasks:
+                    event = task.result()
+                    if event is not None:
+                        load.lane.engine.compute_waits(event)
+        except CancelledError as error:
+            raise CacheClosedError("the cache was closed while its blocks were being loaded") from error
+
+    def _run(self, load: Load, runs: Sequence[_Run]) -> Event | None:
+        """On the prefetch thread: read from the tiers and hand to the copy engine, piece by piece."""
+        lane = load.lane
+        event: Event | None = None
+        for run in runs:
+            layout = run.blocks[0].layout
+            step = max(1, _READ_BYTES // layout.nbytes)
+            for first in range(0, len(run.blocks), step):
+                if load.cancelled:
+                    return None
+                blocks = run.blocks[first : first + step]
+                staged = layout.over(lane.loading.next(len(blocks) * layout.nbytes), len(blocks))
+                self._residency.read(blocks, as_bits(staged))
+                placement = _Placement(load, layout, run.rows, run.first_token + first * layout.block_tokens)
+                event = lane.engine.copy_in(staged, placement, after=load.buffer.released)
+                lane.loading.busy_until(event)
+                self._metrics.count(L0_written=len(blocks) * layout.nbytes)
+        return event
+
+    def _let_go(self, load: Load) -> None:
+        load.cancelled = True
+        # The prefetch thread works in order: whatever it still does here comes before the buffer's next load.
+        load.lane.give_back(load.buffer)
+        blocks = list(load.loaded.values())
+        load.tasks[-1].add_done_callback(lambda _: self._residency.release(blocks))
+
+    def _farthest(self, lane: Lane) -> LayerState:
+        return [layer for layer, load in self._loads.items() if load.lane is lane][-1]
+
+
+@dataclass(frozen=True)
+class _Placement:
+    """Puts blocks `[n, rows, row_elements]` side by side into `[B, H, capacity, D]`, row maps applied."""
+
+    load: Load
+    layout: BlockLayout
+    rows: np.ndarray[Any, Any]
+    first_token: int
+
+    def __call__(self, landed: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        blocks, tokens = landed.shape[0], self.layout.block_tokens
+        place = slice(self.first_token, self.first_token + blocks * tokens)
+        for whole, parts in zip((self.load.keys, self.load.values), self.layout.split(landed), strict=True):
+            target = whole[:, :, place].unflatten(2, (blocks, tokens))  # [B, H, n, T, D]
+            if np.array_equal(self.rows, np.arange(self.layout.rows)):
+                yield target, parts.permute(1, 2, 0, 3, 4)
+            else:
+                for batch_row, stored_row in enumerate(self.rows):
+                    yield target[batch_row], parts[:, stored_row].transpose(0, 1)
+
+
+def _compact(
+    offsets: np.ndarray[Any, Any], block_indices: Sequence[int], block_tokens: int
+) -> np.ndarray[Any, Any]:
+    """Offsets into the sealed tokens as offsets into blocks that lie side by side."""
+    position = np.searchsorted(np.asarray(block_indices), offsets // block_tokens)
+    return np.asarray(position * block_tokens + offsets % block_tokens)
+
+
+def _split_runs(layer: LayerState, block_indices: Sequence[int], starts: Sequence[int]) -> Iterator[_Run]:
+    start_of = dict(zip(block_indices, starts, strict=True))
+    for indices, rows in layer.table.runs(block_indices):
+        first = 0
+        for end in range(1, len(indices) + 1):
+            if (
+                end == len(indices)
+                or start_of[indices[end]] != start_of[indices[end - 1]] + layer.block_tokens
+            ):
+                blocks = [layer.table.blocks[index] for index in indices[first:end]]
+                yield _Run(blocks, rows, start_of[indices[first]])
+                first = end

@@ -1,0 +1,120 @@
+"""What a manager opens and must close again: threads, tiers, private directories."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from .config import TieredCacheConfig
+from .eviction import make_eviction_policy
+from .lane import Lane
+from .metrics import Metrics
+from .prefetch import Prefetcher
+from .residency import Residency
+from .tiers import Tier, TierRegistry
+from .transfer.engine import CopyEngine
+from .workspace import PrivateDirectory, check_directory, default_base
+
+logger = logging.getLogger(__name__)
+
+# Of what is free on L1's file system, when the user set no capacity.
+_DEFAULT_DISK_SHARE = 0.8
+
+EngineFactory = Callable[[torch.device, Metrics], CopyEngine]
+
+
+class Resources:
+    """Engines, lanes and tiers of one manager.
+
+    Tiers and threads come into being when the first block is sealed: a context that fits its window touches no
+    storage. Until then `residency` and `prefetcher` are `None`.
+
+    Args:
+        config: settings; names and paths are checked at once.
+        engine_factory: makes the copy engine of a device.
+
+    Raises:
+        ConfigError: a path is missing or not writable, or a tier or policy does not exist.
+    """
+
+    def __init__(self, config: TieredCacheConfig, engine_factory: EngineFactory) -> None:
+        self.config = config
+        self.metrics = Metrics()
+        self.tiers: dict[str, Tier] = {}
+        self.residency: Residency | None = None
+        self.prefetcher: Prefetcher | None = None
+        self.closed = False
+        self._engine_factory = engine_factory
+        self._engines: dict[torch.device, CopyEngine] = {}
+        self._lanes: dict[torch.device, Lane] = {}
+        self._directories: list[PrivateDirectory] = []
+        self._tier_classes = {"L1": TierRegistry.get(config.l1_tier), "L2": TierRegistry.get(config.l2_tier)}
+        make_eviction_policy(config.eviction)
+        self._l1_base = (
+            default_base() if config.l1_path is None else check_directory(config.l1_path, "l1_path")
+        )
+        self._l2_base = check_directory(config.l2_directory, "l2_url") if config.l2_directory else None
+
+    def engine(self, device: torch.device) -> CopyEngine:
+        """The copy engine of a device."""
+        if device not in self._engines:
+            self._engines[device] = self._engine_factory(device, self.metrics)
+        return self._engines[device]
+
+    def lane(self, device: torch.device) -> Lane:
+        """The copy path of a device; opens the tiers the first time.
+
+        Raises:
+            TierError: a private directory cannot be made.
+        """
+        if device not in self._lanes:
+            if self.residency is None:
+                self.residency = self._open_tiers()
+                self.prefetcher = Prefetcher(self.residency, self.metrics)
+            self._lanes[device] = Lane(
+                self.engine(device),
+                self.residency,
+                self.metrics,
+                gather_buffers=self.config.prefetch_layers + 1,
+                staging_blocks=self.config.staging_blocks,
+            )
+        return self._lanes[device]
+
+    def _open_tiers(self) -> Residency:
+        config = self.config
+        if config.l1_capacity_bytes != 0:
+            root = self._private_directory(self._l1_base)
+            capacity = config.l1_capacity_bytes
+            if capacity is None:
+                capacity = int(shutil.disk_usage(root).free * _DEFAULT_DISK_SHARE)
+            self.tiers["L1"] = self._tier_classes["L1"]("L1", root, capacity, config)
+        if self._l2_base is not None:
+            root = self._private_directory(self._l2_base)
+            self.tiers["L2"] = self._tier_classes["L2"]("L2", root, None, config)
+        tiers = list(self.tiers.values())
+        policies = [make_eviction_policy(config.eviction) for _ in tiers[:-1]]
+        return Residency(tiers, policies, self.metrics)
+
+    def _private_directory(self, base: Path) -> Path:
+        directory = PrivateDirectory(base)
+        self._directories.append(directory)
+        logger.info("blocks go to %s", directory.path)
+        return directory.path
+
+    def close(self) -> None:
+        """End threads, close tiers, remove directories. Blocks. May be called twice."""
+        if self.closed:
+            return
+        self.closed = True
+        for lane in self._lanes.values():
+            lane.close()
+        for engine in self._engines.values():
+            engine.close()
+        if self.residency is not None:
+            self.residency.close()
+        for directory in self._directories:
+            directory.close()

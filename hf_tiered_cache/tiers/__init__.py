@@ -1,0 +1,7 @@
+"""Storage tiers. Importing this package registers the built-in ones."""
+
+from .base import Tier, TierIO, TierRegistry, register_tier
+from .nvme import NvmeTier
+from .zarr import ZarrTier
+
+__all__ = ["NvmeTier", "Tier", "TierIO", "TierRegistry", "ZarrTier", "register_tier"]

@@ -1,0 +1,163 @@
+"""L2: a Zarr v3 group per request, in the layout that a reader expects; any Zarr library opens it.
+
+    <root>/<request>.rows<B>.rev<R>/                group; attributes: format, block_tokens, first_token, kv_dtype
+        layers/<layer>/keys                         [B, H, S, D], one block of tokens per chunk
+        layers/<layer>/values                       likewise
+
+Token `s` of an array is token `first_token + s` of the sequence. `rev` is 0; blocks that were sealed again
+after a crop lie in the next revision. Elements are bit patterns of `kv_dtype` (Zarr v3 has no bfloat16).
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tensorstore as ts
+
+from ..blocks import Bits, BlockKey, BlockLayout
+from ..config import TieredCacheConfig
+from .base import IO_TIMEOUT_SECONDS, Tier, delete_chunk, register_tier
+
+FORMAT = "hf_tiered_cache/kv"
+FORMAT_VERSION = 1
+_FIRST_BLOCKS = 64
+
+
+@register_tier("zarr")
+class ZarrTier(Tier):
+    """Compressed blocks as Zarr v3 arrays of keys and values; see the module for the layout."""
+
+    def __init__(self, name: str, root: Path, capacity_bytes: int | None, config: TieredCacheConfig) -> None:
+        super().__init__(name, root, capacity_bytes, config)
+        self._context = ts.Context(
+            {"cache_pool": {"total_bytes_limit": 0}, "data_copy_concurrency": {"limit": 1}}
+        )
+        self._open_lock = threading.Lock()
+        self._groups: set[str] = set()
+        self._arrays: dict[tuple[str, int, str], ts.TensorStore] = {}
+        self._layouts: dict[BlockKey, BlockLayout] = {}
+
+    def close(self) -> None:
+        with self._open_lock:
+            self._arrays.clear()
+            self._layouts.clear()
+
+    def _start_write(self, key: BlockKey, layout: BlockLayout, source: Bits) -> Sequence[ts.WriteFutures]:
+        self._layouts[key] = layout
+        return [
+            self._chunk(key, layout, which).write(part)
+            for which, part in zip(("keys", "values"), _split(source, layout), strict=True)
+        ]
+
+    def _start_read(
+        self, keys: Sequence[BlockKey], layout: BlockLayout, target: Bits
+    ) -> Sequence[ts.WriteFutures]:
+        return [
+            ts.array(part).write(self._chunk(key, self._layouts[key], which))
+            for key, block_target in zip(keys, target, strict=True)
+            for which, part in zip(("keys", "values"), _split(block_target, layout), strict=True)
+        ]
+
+    def _start_delete(self, key: BlockKey) -> Sequence[ts.Future[Any]]:
+        layout = self._layouts.pop(key, None)
+        if layout is None:
+            return []
+        stores = [self._arrays[_group(key, layout), key.layer_idx, which] for which in ("keys", "values")]
+        return [delete_chunk(store, f"c/0/0/{key.block_idx}/0") for store in stores]
+
+    def _chunk(self, key: BlockKey, layout: BlockLayout, which: str) -> ts.TensorStore:
+        """The part of an array that is this block, `[B, H, block_tokens, D]`; the array grows as needed."""
+        first, end = (index * layout.block_tokens for index in (key.block_idx, key.block_idx + 1))
+        address = (_group(key, layout), key.layer_idx, which)
+        with self._open_lock:
+            store = self._arrays.get(address)
+            if store is None:
+                store = self._create(key, layout, which)
+            if store.shape[2] < end:
+                length = max(end, 2 * store.shape[2])
+                store = store.resize(exclusive_max=[None, None, length, None], expand_only=True).result(
+                    timeout=IO_TIMEOUT_SECONDS
+                )
+            self._arrays[address] = store
+        return store[:, :, first:end, :]
+
+    def _create(self, key: BlockKey, layout: BlockLayout, which: str) -> ts.TensorStore:
+        group = _group(key, layout)
+        layer = f"{group}/layers/{key.layer_idx}"
+        kv_dtype = str(layout.dtype).removeprefix("torch.")
+        self._write_group(
+            group,
+            {
+                "format": FORMAT,
+                "format_version": FORMAT_VERSION,
+                "block_tokens": layout.block_tokens,
+                "first_token": self._config.sink_tokens,
+                "kv_dtype": kv_dtype,
+            },
+        )
+        self._write_group(f"{group}/layers", {})
+        self._write_group(layer, {})
+        heads, dim = (
+            (layout.key_heads, layout.key_dim) if which == "keys" else (layout.value_heads, layout.value_dim)
+        )
+        itemsize = layout.dtype.itemsize
+        metadata = {
+            "shape": [layout.rows, heads, _FIRST_BLOCKS * layout.block_tokens, dim],
+            "data_type": layout.bits_dtype.name,
+            "fill_value": 0,
+            "dimension_names": ["batch", "head", "token", "dim"],
+            "chunk_grid": {
+                "name": "regular",
+                "configuration": {"chunk_shape": [layout.rows, heads, layout.block_tokens, dim]},
+            },
+            "codecs": [
+                {"name": "bytes", "configuration": {"endian": "little"}}
+                if itemsize > 1
+                else {"name": "bytes"},
+                {
+                    "name": "blosc",
+                    "configuration": {
+                        "cname": "lz4",
+                        "clevel": 5,
+                        "shuffle": "bitshuffle",
+                        "typesize": itemsize,
+                        "blocksize": 0,
+                    },
+                },
+                {"name": "crc32c"},
+            ],
+            "attributes": {"kv_dtype": kv_dtype},
+        }
+        spec = {
+            "driver": "zarr3",
+            "kvstore": {"driver": "file", "path": f"{self.root}/{layer}/{which}/"},
+            "metadata": metadata,
+            "fill_missing_data_reads": False,
+            "store_data_equal_to_fill_value": True,
+        }
+        return ts.open(spec, create=True, context=self._context).result(timeout=IO_TIMEOUT_SECONDS)
+
+    def _write_group(self, path: str, attributes: dict[str, Any]) -> None:
+        if path in self._groups:
+            return
+        document = {"zarr_format": 3, "node_type": "group", "attributes": attributes}
+        store = ts.KvStore.open({"driver": "file", "path": f"{self.root}/{path}/"}).result()
+        store.write("zarr.json", json.dumps(document).encode()).result(timeout=IO_TIMEOUT_SECONDS)
+        self._groups.add(path)
+
+
+def _group(key: BlockKey, layout: BlockLayout) -> str:
+    return f"{key.namespace}.rows{layout.rows}.rev{key.revision}"
+
+
+def _split(payload: Bits, layout: BlockLayout) -> tuple[Bits, Bits]:
+    """View `[rows, row_elements]` as K and V, `[rows, heads, tokens, dim]`."""
+    keys, values = payload[:, : layout.key_elements], payload[:, layout.key_elements :]
+    return (
+        keys.reshape(layout.rows, layout.key_heads, layout.block_tokens, layout.key_dim),
+        values.reshape(layout.rows, layout.value_heads, layout.block_tokens, layout.value_dim),
+    )

@@ -1,0 +1,132 @@
+"""Staging buffers: few, reused, and waited for when all are in use."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ..blocks import Bits, BlockLayout, as_bits
+from .engine import CopyEngine, Event
+
+
+@dataclass(eq=False)
+class StagingSlot:
+    """A host buffer for one or more blocks. `ready` fires when a copy into it is complete."""
+
+    pool: StagingPool
+    buffer: torch.Tensor
+    ready: Event | None = None
+
+    def payload(self, layout: BlockLayout, blocks: int = 1) -> torch.Tensor:
+        """The start of the buffer as `[blocks, rows, row_elements]`."""
+        return layout.over(self.buffer, blocks)
+
+    def bits(self, layout: BlockLayout, blocks: int = 1) -> Bits:
+        """The same as numpy integers, for the tiers."""
+        return as_bits(self.payload(layout, blocks))
+
+
+class StagingPool:
+    """A fixed number of host buffers of one engine, which grow to the largest block they have met.
+
+    Args:
+        engine: allocates the buffers (page-locked on CUDA).
+        slots: how many there are.
+    """
+
+    def __init__(self, engine: CopyEngine, slots: int) -> None:
+        self._engine = engine
+        self._condition = threading.Condition()
+        self._wakes = 0
+        self._free = [StagingSlot(self, engine.allocate_host(0)) for _ in range(slots)]
+
+    def acquire(self, nbytes: int, check: Callable[[], None] = lambda: None) -> StagingSlot:
+        """Take a slot of at least `nbytes`; blocks until there is one.
+
+        Args:
+            nbytes: size needed.
+            check: called before each wait; what it raises ends the wait. `wake` has it called again.
+        """
+        slot = None
+        while slot is None:
+            with self._condition:
+                wakes = self._wakes
+                slot = self._free.pop() if self._free else None
+            if slot is None:
+                check()  # without the lock: it may look at what holds the slots
+                with self._condition:
+                    while not self._free and self._wakes == wakes:
+                        self._condition.wait()
+        if slot.buffer.numel() < nbytes:
+            slot.buffer = self._engine.allocate_host(nbytes)
+            self._engine.recycled(slot.buffer)
+        return slot
+
+    def release(self, slot: StagingSlot) -> None:
+        """Give a slot back; nobody reads or writes its buffer any more."""
+        slot.ready = None
+        self._engine.recycled(slot.buffer)
+        with self._condition:
+            self._free.append(slot)
+            self._condition.notify()
+
+    def wake(self) -> None:
+        """Let everybody who waits call `check` again."""
+        with self._condition:
+            self._wakes += 1
+            self._condition.notify_all()
+
+
+class SlotRing:
+    """A few buffers used in turn by one thread; the next use of each waits until its last copy has finished.
+
+    Args:
+        slots: how many.
+        allocate, free: make and give up a buffer of some bytes.
+        recycled: told of a buffer before it is handed out again.
+        wait: waits for an event in the way that the user of the buffers needs.
+    """
+
+    def __init__(
+        self,
+        slots: int,
+        *,
+        allocate: Callable[[int], torch.Tensor],
+        free: Callable[[torch.Tensor], None],
+        recycled: Callable[[torch.Tensor], None],
+        wait: Callable[[Event], None],
+    ) -> None:
+        self._allocate = allocate
+        self._free = free
+        self._recycled = recycled
+        self._wait = wait
+        self._slots: deque[tuple[torch.Tensor, Event | None]] = deque(
+            (allocate(0), None) for _ in range(slots)
+        )
+
+    def next(self, nbytes: int) -> torch.Tensor:
+        """The buffer whose turn it is, free to be overwritten, cut to `nbytes`. May block; see `wait`."""
+        buffer, copied = self._slots[0]
+        if copied is not None:
+            self._wait(copied)
+            self._recycled(buffer)
+        if buffer.numel() < nbytes:
+            self._free(buffer)
+            buffer = self._allocate(nbytes)
+        self._slots[0] = (buffer, None)
+        return buffer[:nbytes]
+
+    def busy_until(self, event: Event) -> None:
+        """The buffer that `next` gave is being copied, until `event`; the turn goes on."""
+        buffer, _ = self._slots.popleft()
+        self._slots.append((buffer, event))
+
+    def close(self) -> None:
+        """Give the memory up; all copies have finished."""
+        for buffer, _ in self._slots:
+            self._free(buffer)
+        self._slots.clear()

@@ -1,0 +1,270 @@
+"""L0 of one layer: the tokens that stay on the accelerator.
+
+    |<- sink ->|<--------- ring: capacity_blocks * block_tokens --------->|
+    [ 0 1 .. s |  newest ..  |  free  | oldest block | next block | ..  ]
+                                       ^ start (always on a block border)
+
+The ring's capacity is a whole number of blocks and its start moves by whole blocks, so the block that leaves
+next is always one contiguous slice. While nothing was sealed the start is 0 and sink and ring are one slice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from .blocks import BlockLayout
+from .transfer.engine import CopyEngine
+
+# What vectorised kernels and copies like a tensor to begin at.
+_ALIGNMENT_BYTES = 256
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Shape of one layer's K `[batch, key_heads, T, key_dim]` and V `[batch, value_heads, T, value_dim]`."""
+
+    batch: int
+    key_heads: int
+    key_dim: int
+    value_heads: int
+    value_dim: int
+    dtype: torch.dtype
+
+    def layout(self, block_tokens: int) -> BlockLayout:
+        """The layout of a block of this shape."""
+        return BlockLayout(
+            self.batch,
+            self.key_heads,
+            self.key_dim,
+            self.value_heads,
+            self.value_dim,
+            block_tokens,
+            self.dtype,
+        )
+
+    def nbytes(self, tokens: int) -> int:
+        """Bytes of a buffer for `carve`."""
+        keys, values = self._part_bytes(tokens)
+        return keys + values
+
+    def tokens_in(self, nbytes: int) -> int:
+        """Tokens for which a buffer of some bytes has room."""
+        per_token = self.nbytes(_ALIGNMENT_BYTES) // _ALIGNMENT_BYTES
+        return max(0, nbytes - 2 * _ALIGNMENT_BYTES) // per_token
+
+    def carve(self, buffer: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """View the start of a flat uint8 buffer as K and V `[batch, heads, tokens, dim]`."""
+        key_bytes, _ = self._part_bytes(tokens)
+        shapes = (
+            (self.batch, self.key_heads, tokens, self.key_dim),
+            (self.batch, self.value_heads, tokens, self.value_dim),
+        )
+        keys, values = (
+            buffer[offset : offset + math.prod(shape) * self.dtype.itemsize].view(self.dtype).view(shape)
+            for offset, shape in zip((0, key_bytes), shapes, strict=True)
+        )
+        return keys, values
+
+    def _part_bytes(self, tokens: int) -> tuple[int, int]:
+        """Bytes of K and V, each rounded up so that V begins aligned too."""
+        per_token = self.batch * tokens * self.dtype.itemsize
+        keys, values = (
+            per_token * size for size in (self.key_heads * self.key_dim, self.value_heads * self.value_dim)
+        )
+        return -(-keys // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES, -(
+            -values // _ALIGNMENT_BYTES
+        ) * _ALIGNMENT_BYTES
+
+
+class WindowBuffer:
+    """Sink and newest tokens of one layer, K and V; see the module for the map.
+
+    Everything here is enqueued on the compute stream; nothing blocks. Tensors returned are views, valid until
+    the next call that changes the window.
+
+    Args:
+        engine: of the layer's device.
+        geometry: of K and V.
+        sink_tokens: tokens at the start of the sequence that never leave.
+        window_tokens: tokens that `oldest_block` leaves behind.
+        block_tokens: tokens per block.
+    """
+
+    def __init__(
+        self, engine: CopyEngine, geometry: Geometry, sink_tokens: int, window_tokens: int, block_tokens: int
+    ) -> None:
+        self.geometry = geometry
+        self.sink_held = 0
+        self.held_tokens = 0
+        self._engine = engine
+        self._sink_tokens = sink_tokens
+        self._window_tokens = window_tokens
+        self._block_tokens = block_tokens
+        # A whole window, the block about to leave, and the block that comes in.
+        self._ring_tokens = (-(-window_tokens // block_tokens) + 2) * block_tokens
+        self._start = 0
+        self._capacity_tokens = 0
+        self._buffer = engine.allocate(0)
+        self._keys, self._values = geometry.carve(self._buffer, 0)
+
+    @property
+    def device(self) -> torch.device:
+        """Where it lives."""
+        return self._engine.device
+
+    @property
+    def tokens(self) -> int:
+        """Tokens held, sink included."""
+        return self.sink_held + self.held_tokens
+
+    @property
+    def has_block_to_seal(self) -> bool:
+        """Whether a block can leave and a whole window stays."""
+        return self.held_tokens > self._window_tokens + self._block_tokens
+
+    def fits(self, new_tokens: int) -> bool:
+        """Whether so many more tokens can be held without sealing."""
+        return self.tokens + new_tokens <= self._sink_tokens + self._window_tokens + self._block_tokens
+
+    def room(self) -> int:
+        """Tokens that `append` takes at once."""
+        return self._sink_tokens - self.sink_held + self._ring_tokens - self.held_tokens
+
+    def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Add tokens `[B, H, T, D]`, at most `room()`: to the sink while it has room, else to the ring."""
+        new_tokens = keys.shape[-2]
+        self._grow(self.tokens + new_tokens)
+        done = 0
+        for target in self._slices_for(new_tokens):
+            count = target.stop - target.start
+            self._keys[:, :, target].copy_(keys[:, :, done : done + count])
+            self._values[:, :, target].copy_(values[:, :, done : done + count])
+            done += count
+        to_sink = min(new_tokens, self._sink_tokens - self.sink_held)
+        self.sink_held += to_sink
+        self.held_tokens += new_tokens - to_sink
+
+    def views(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """All tokens as one slice `[B, H, tokens, D]`; only while nothing was sealed."""
+        assert self._start == 0
+        return self._keys[:, :, : self.tokens], self._values[:, :, : self.tokens]
+
+    def copy_to(self, keys: torch.Tensor, values: torch.Tensor, end: int) -> None:
+        """Write the sink to the front of `[B, H, S, D]` tensors, and the window so that it ends before `end`."""
+        sink = slice(0, self.sink_held)
+        keys[:, :, sink].copy_(self._keys[:, :, sink])
+        values[:, :, sink].copy_(self._values[:, :, sink])
+        position = end - self.held_tokens
+        for source in self._held_slices():
+            target = slice(position, position + source.stop - source.start)
+            keys[:, :, target].copy_(self._keys[:, :, source])
+            values[:, :, target].copy_(self._values[:, :, source])
+            position = target.stop
+
+    def select_tokens(self, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """New tensors with some tokens of the window: index 0 is the oldest after the sink, -1 the last of
+        the sink, -2 the one before; `indices` is 1-D int64 on the layer's device."""
+        ring = self._sink_tokens + torch.remainder(indices + self._start, self._ring_tokens)
+        place = torch.where(indices < 0, indices + self.sink_held, ring)
+        return self._keys.index_select(2, place), self._values.index_select(2, place)
+
+    def oldest_block(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The next block to leave, `[B, H, block_tokens, D]`."""
+        first = self._sink_tokens + self._start
+        block = slice(first, first + self._block_tokens)
+        return self._keys[:, :, block], self._values[:, :, block]
+
+    def drop_oldest_block(self) -> None:
+        """Forget the oldest block; it is sealed."""
+        self._start = (self._start + self._block_tokens) % self._ring_tokens
+        self.held_tokens -= self._block_tokens
+
+    def crop(self, tokens: int) -> None:
+        """Forget the newest tokens, at most `self.tokens`; sink tokens go last."""
+        from_ring = min(tokens, self.held_tokens)
+        self.held_tokens -= from_ring
+        self.sink_held -= tokens - from_ring
+        if self.held_tokens == 0:
+            self._start = 0
+
+    def select_rows(self, rows: np.ndarray) -> None:
+        """Let batch row `i` be what row `rows[i]` was. Copies the window."""
+        index = torch.from_numpy(np.asarray(rows)).to(self._keys.device)
+        old_buffer, old_keys, old_values = self._buffer, self._keys, self._values
+        self.geometry = replace(self.geometry, batch=len(rows))
+        self._allocate(self._capacity_tokens)
+        if self._capacity_tokens:
+            self._keys.copy_(old_keys.index_select(0, index))
+            self._values.copy_(old_values.index_select(0, index))
+        self._engine.free(old_buffer)
+
+    def shrink(self) -> None:
+        """Keep no more memory than what is held needs."""
+        tokens = self.tokens
+        buffer = self._engine.allocate(self.geometry.nbytes(tokens))
+        keys, values = self.geometry.carve(buffer, tokens)
+        self.copy_to(keys, values, end=tokens)
+        self._engine.free(self._buffer)
+        self._buffer, self._keys, self._values = buffer, keys, values
+        self._capacity_tokens, self._start = tokens, 0
+
+    def copy(self) -> WindowBuffer:
+        """A second window with the same content in memory of its own."""
+        twin = WindowBuffer(
+            self._engine, self.geometry, self._sink_tokens, self._window_tokens, self._block_tokens
+        )
+        twin.sink_held, twin.held_tokens, twin._start = self.sink_held, self.held_tokens, self._start
+        twin._allocate(self._capacity_tokens)
+        twin._keys.copy_(self._keys)
+        twin._values.copy_(self._values)
+        return twin
+
+    def free(self) -> None:
+        """Give the memory up; the window is empty afterwards."""
+        self._engine.free(self._buffer)
+        self._buffer = self._engine.allocate(0)
+        self._capacity_tokens = self._start = self.sink_held = self.held_tokens = 0
+        self._keys, self._values = self.geometry.carve(self._buffer, 0)
+
+    def _slices_for(self, new_tokens: int) -> Iterator[slice]:
+        """Where `new_tokens` more tokens go, in order, as slices of the buffer."""
+        to_sink = min(new_tokens, self._sink_tokens - self.sink_held)
+        if to_sink:
+            yield slice(self.sink_held, self.sink_held + to_sink)
+        yield from self._ring_slices(self._start + self.held_tokens, new_tokens - to_sink)
+
+    def _held_slices(self) -> Iterator[slice]:
+        return self._ring_slices(self._start, self.held_tokens)
+
+    def _ring_slices(self, first: int, count: int) -> Iterator[slice]:
+        first %= self._ring_tokens
+        while count:
+            piece = min(count, self._ring_tokens - first)
+            yield slice(self._sink_tokens + first, self._sink_tokens + first + piece)
+            first, count = 0, count - piece
+
+    def _grow(self, tokens: int) -> None:
+        """Make room for `tokens`, by half more at a time, up to sink and ring; content stays."""
+        whole = self._sink_tokens + self._ring_tokens
+        if self._start:
+            tokens = whole  # the ring goes round
+        old_capacity = self._capacity_tokens
+        if tokens <= old_capacity:
+            return
+        target = max(tokens, old_capacity + old_capacity // 2)
+        target = -(-target // self._block_tokens) * self._block_tokens
+        old_buffer, old_keys, old_values = self._buffer, self._keys, self._values
+        self._allocate(min(target, whole))
+        self._keys[:, :, :old_capacity].copy_(old_keys)
+        self._values[:, :, :old_capacity].copy_(old_values)
+        self._engine.free(old_buffer)
+
+    def _allocate(self, capacity_tokens: int) -> None:
+        self._capacity_tokens = capacity_tokens
+        self._buffer = self._engine.allocate(self.geometry.nbytes(capacity_tokens))
+        self._keys, self._values = self.geometry.carve(self._buffer, capacity_tokens)
