@@ -195,9 +195,7 @@ class BlockTable:
         group_rows: np.ndarray[Any, Any] | None = None
         for block_idx in block_indices:
             rows = self.row_map(block_idx)
-            if group and (
-                rows is not group_rows or self.blocks[block_idx].layout != self.blocks[group[0]].layout
-            ):
+            if group and (rows is not group_rows or self.blocks[block_idx].layout != self.blocks[group[0]].layout):
                 assert group_rows is not None
                 yield group, group_rows
                 group = []

@@ -77,8 +77,6 @@ class TieredLayer(DynamicLayer):
         self._layer_idx = layer_idx
         self._keeps_output = keeps_output
         self.is_initialized = False
-        self.device: torch.device | None = None
-        self.dtype: torch.dtype | None = None
 
     def __repr__(self) -> str:
         return f"TieredLayer(layer_idx={self._layer_idx})"
@@ -89,7 +87,9 @@ class TieredLayer(DynamicLayer):
     def bound_to(self, binding: _Binding) -> TieredLayer:
         """The same layer of another cache, whose request holds the same tokens."""
         twin = TieredLayer(binding, self._layer_idx, self._keeps_output)
-        twin.is_initialized, twin.device, twin.dtype = self.is_initialized, self.device, self.dtype
+        twin.is_initialized = self.is_initialized
+        if self.is_initialized:
+            twin.device, twin.dtype = self.device, self.dtype
         return twin
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -304,9 +304,7 @@ class TieredCache(DynamicCache):
         return twin
 
     def __reduce__(self) -> Any:
-        raise TypeError(
-            "a TieredCache holds threads and files and cannot be pickled; deepcopy makes a second one"
-        )
+        raise TypeError("a TieredCache holds threads and files and cannot be pickled; deepcopy makes a second one")
 
     @property
     def manager(self) -> KVCacheManager:
@@ -330,7 +328,8 @@ class TieredCache(DynamicCache):
             raise UnsupportedModelError(
                 f"the model updates layer {layer_idx}, and its config describes {len(self.layers)} layers"
             )
-        return self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
+        keys, values = self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
+        return keys, values
 
     def stats(self) -> CacheStats:
         """What the tiers hold and have done so far (all caches of the manager together)."""

@@ -262,18 +262,14 @@ class KVCacheManager:
                 raise ConfigError(f"tokens_to_remove={tokens_to_remove} is negative")
             self._paths.crop(layer, max(0, layer.tokens - tokens_to_remove))
 
-    def select_rows(
-        self, request_id: Hashable, layer_id: int, rows: Sequence[int] | np.ndarray[Any, Any]
-    ) -> None:
+    def select_rows(self, request_id: Hashable, layer_id: int, rows: Sequence[int] | np.ndarray[Any, Any]) -> None:
         """Let batch row `i` of a layer be what row `rows[i]` was: reorders, repeats or drops rows. Moves the
         window's data only; for sealed blocks a row map changes."""
         with self._calling():
             layer = self._existing_layer(request_id, layer_id)
             index = np.asarray(rows, dtype=np.int64)
             if index.size == 0 or index.min() < 0 or index.max() >= layer.geometry.batch:
-                raise ConfigError(
-                    f"rows {index.tolist()} are not all within a batch of {layer.geometry.batch}"
-                )
+                raise ConfigError(f"rows {index.tolist()} are not all within a batch of {layer.geometry.batch}")
             self._paths.select_rows(layer, index)
 
     # -- numbers ------------------------------------------------------------------------------------------------
@@ -333,17 +329,10 @@ class KVCacheManager:
             raise ConfigError(f"layer {layer_id} of {request_id!r} holds nothing yet: append() to it first")
         return request.layers[layer_id]
 
-    def _layer(
-        self, request_id: Hashable, layer_id: int, key: torch.Tensor, value: torch.Tensor
-    ) -> LayerState:
+    def _layer(self, request_id: Hashable, layer_id: int, key: torch.Tensor, value: torch.Tensor) -> LayerState:
         """The layer to which these tensors can be appended, made if it is the first time."""
         request = self._request(request_id)
-        if (
-            key.ndim != 4
-            or value.ndim != 4
-            or key.shape[0] != value.shape[0]
-            or key.shape[2] != value.shape[2]
-        ):
+        if key.ndim != 4 or value.ndim != 4 or key.shape[0] != value.shape[0] or key.shape[2] != value.shape[2]:
             raise ConfigError(
                 f"layer {layer_id}: key {tuple(key.shape)} and value {tuple(value.shape)} must be [B, H, T, D] "
                 "with the same batch and the same number of tokens"
@@ -353,15 +342,11 @@ class KVCacheManager:
                 f"layer {layer_id}: key is {key.dtype} on {key.device}, value {value.dtype} on {value.device}; "
                 "both must be the same"
             )
-        geometry = Geometry(
-            key.shape[0], key.shape[1], key.shape[3], value.shape[1], value.shape[3], key.dtype
-        )
+        geometry = Geometry(key.shape[0], key.shape[1], key.shape[3], value.shape[1], value.shape[3], key.dtype)
         layer = request.layers.get(layer_id)
         if layer is None:
             config, engine = self.config, self._resources.engine(key.device)
-            window = WindowBuffer(
-                engine, geometry, config.sink_tokens, config.window_tokens, config.block_tokens
-            )
+            window = WindowBuffer(engine, geometry, config.sink_tokens, config.window_tokens, config.block_tokens)
             table = BlockTable(request.namespace, layer_id)
             layer = LayerState(layer_id, window, table, config.sink_tokens, config.block_tokens)
             request.layers[layer_id] = layer

@@ -99,9 +99,7 @@ class DataPaths:
         if not sealed.any():
             return from_window
         device = layer.window.device
-        to_window, to_sealed = (
-            torch.from_numpy(np.flatnonzero(mask)).to(device) for mask in (~sealed, sealed)
-        )
+        to_window, to_sealed = (torch.from_numpy(np.flatnonzero(mask)).to(device) for mask in (~sealed, sealed))
         lane = self._lane(layer)
         with self._prefetcher.blocks(layer, lane, blocks_of(layer, positions)) as (keys, values, place):
             offsets = torch.from_numpy(place(positions[sealed] - layer.sink_tokens)).to(device)
@@ -217,9 +215,7 @@ def as_positions(positions: torch.Tensor | Sequence[int]) -> Positions:
     """
     array = positions.detach().cpu().numpy() if isinstance(positions, torch.Tensor) else np.asarray(positions)
     if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
-        raise ValueError(
-            f"positions must be a 1-D sequence of ints, not {array.dtype} of shape {array.shape}"
-        )
+        raise ValueError(f"positions must be a 1-D sequence of ints, not {array.dtype} of shape {array.shape}")
     return array.astype(np.int64)
 
 

@@ -313,10 +313,7 @@ def _split_runs(layer: LayerState, block_indices: Sequence[int], starts: Sequenc
     for indices, rows in layer.table.runs(block_indices):
         first = 0
         for end in range(1, len(indices) + 1):
-            if (
-                end == len(indices)
-                or start_of[indices[end]] != start_of[indices[end - 1]] + layer.block_tokens
-            ):
+            if end == len(indices) or start_of[indices[end]] != start_of[indices[end - 1]] + layer.block_tokens:
                 blocks = [layer.table.blocks[index] for index in indices[first:end]]
                 yield _Run(blocks, rows, start_of[indices[first]])
                 first = end

@@ -246,9 +246,7 @@ class Residency:
                 assert slot.ready is not None
                 slot.ready.wait()
                 tier = self._tier_with_room(block, moves)
-                moves.append(
-                    _Move(block, tier, tier.write(block.key, block.layout, slot.bits(block.layout)[0]))
-                )
+                moves.append(_Move(block, tier, tier.write(block.key, block.layout, slot.bits(block.layout)[0])))
         finally:
             self._finish(moves, leaving=STAGING)
 
@@ -290,9 +288,7 @@ class Residency:
                 pass
             if tier.has_room(occupied):
                 return tier
-        held = ", ".join(
-            f"{tier.name} {tier.used_bytes} of {tier.capacity_bytes} bytes used" for tier in tiers
-        )
+        held = ", ".join(f"{tier.name} {tier.used_bytes} of {tier.capacity_bytes} bytes used" for tier in tiers)
         raise TierFullError(
             f"no tier has room for layer {block.key.layer_idx}, block {block.key.block_idx} "
             f"({block.layout.nbytes} bytes): {held}. Raise l1_capacity or give an l2_url; "

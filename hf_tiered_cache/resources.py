@@ -54,9 +54,7 @@ class Resources:
         self._directories: list[PrivateDirectory] = []
         self._tier_classes = {"L1": TierRegistry.get(config.l1_tier), "L2": TierRegistry.get(config.l2_tier)}
         make_eviction_policy(config.eviction)
-        self._l1_base = (
-            default_base() if config.l1_path is None else check_directory(config.l1_path, "l1_path")
-        )
+        self._l1_base = default_base() if config.l1_path is None else check_directory(config.l1_path, "l1_path")
         self._l2_base = check_directory(config.l2_directory, "l2_url") if config.l2_directory else None
 
     def engine(self, device: torch.device) -> CopyEngine:

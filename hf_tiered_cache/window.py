@@ -76,9 +76,7 @@ class Geometry:
         keys, values = (
             per_token * size for size in (self.key_heads * self.key_dim, self.value_heads * self.value_dim)
         )
-        return -(-keys // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES, -(
-            -values // _ALIGNMENT_BYTES
-        ) * _ALIGNMENT_BYTES
+        return -(-keys // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES, -(-values // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
 class WindowBuffer:

@@ -46,9 +46,7 @@ def check_directory(path: str | os.PathLike[str], name: str) -> Path:
     """
     directory = Path(path)
     if not directory.exists():
-        raise ConfigError(
-            f"{name}={str(path)!r} does not exist: create it, or check that its drive is mounted"
-        )
+        raise ConfigError(f"{name}={str(path)!r} does not exist: create it, or check that its drive is mounted")
     if not directory.is_dir():
         raise ConfigError(f"{name}={str(path)!r} is not a directory")
     if not os.access(directory, os.W_OK | os.X_OK):

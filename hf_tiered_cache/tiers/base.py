@@ -60,15 +60,11 @@ def translate(error: Exception, describe: str) -> TierError:
     """Turn a failure of tensorstore, a `ValueError` with a code in its text, into one of this package's."""
     text = str(error)
     if "RESOURCE_EXHAUSTED" in text or "No space left" in text:
-        return TierFullError(
-            f"{describe}: no space left on the device; free some or use another path ({text})"
-        )
+        return TierFullError(f"{describe}: no space left on the device; free some or use another path ({text})")
     if any(code in text for code in ("NOT_FOUND", "DATA_LOSS", "FAILED_PRECONDITION", "INVALID_ARGUMENT")):
         return TierReadError(f"{describe}: a block is missing or damaged ({text})")
     if isinstance(error, TimeoutError):
-        return TierError(
-            f"{describe}: no answer within {IO_TIMEOUT_SECONDS:.0f} s; is the storage reachable?"
-        )
+        return TierError(f"{describe}: no answer within {IO_TIMEOUT_SECONDS:.0f} s; is the storage reachable?")
     return TierError(f"{describe}: {text}")
 
 

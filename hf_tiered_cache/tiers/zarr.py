@@ -33,9 +33,7 @@ class ZarrTier(Tier):
 
     def __init__(self, name: str, root: Path, capacity_bytes: int | None, config: TieredCacheConfig) -> None:
         super().__init__(name, root, capacity_bytes, config)
-        self._context = ts.Context(
-            {"cache_pool": {"total_bytes_limit": 0}, "data_copy_concurrency": {"limit": 1}}
-        )
+        self._context = ts.Context({"cache_pool": {"total_bytes_limit": 0}, "data_copy_concurrency": {"limit": 1}})
         self._open_lock = threading.Lock()
         self._groups: set[str] = set()
         self._arrays: dict[tuple[str, int, str], ts.TensorStore] = {}
@@ -115,9 +113,7 @@ class ZarrTier(Tier):
                 "configuration": {"chunk_shape": [layout.rows, heads, layout.block_tokens, dim]},
             },
             "codecs": [
-                {"name": "bytes", "configuration": {"endian": "little"}}
-                if itemsize > 1
-                else {"name": "bytes"},
+                {"name": "bytes", "configuration": {"endian": "little"}} if itemsize > 1 else {"name": "bytes"},
                 {
                     "name": "blosc",
                     "configuration": {

@@ -243,6 +243,4 @@ def make_engine(device: torch.device, metrics: Metrics) -> CopyEngine:
         return CudaCopyEngine(device, metrics)
     if device.type == "cpu":
         return CpuCopyEngine(device, metrics)
-    raise UnsupportedModelError(
-        f"the model's layers are on {device}: only CUDA devices and the CPU are supported"
-    )
+    raise UnsupportedModelError(f"the model's layers are on {device}: only CUDA devices and the CPU are supported")

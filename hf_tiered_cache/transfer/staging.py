@@ -104,9 +104,7 @@ class SlotRing:
         self._free = free
         self._recycled = recycled
         self._wait = wait
-        self._slots: deque[tuple[torch.Tensor, Event | None]] = deque(
-            (allocate(0), None) for _ in range(slots)
-        )
+        self._slots: deque[tuple[torch.Tensor, Event | None]] = deque((allocate(0), None) for _ in range(slots))
 
     def next(self, nbytes: int) -> torch.Tensor:
         """The buffer whose turn it is, free to be overwritten, cut to `nbytes`. May block; see `wait`."""
