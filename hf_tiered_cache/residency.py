@@ -67,7 +67,6 @@ class Residency:
         self._changed = threading.Condition()
         self._resident: dict[BlockKey, Block] = {}
         self._queue: deque[Block] = deque()
-        self._writing = 0
         self._garbage: list[tuple[Tier, BlockKey]] = []
         self._failure: TierError | None = None
         self._pools: set[StagingPool] = set()
@@ -155,14 +154,13 @@ class Residency:
             raise failure
 
     def flush(self) -> None:
-        """Wait until every block has left staging; blocks.
+        """Wait until every block has left staging and what nobody needs is deleted; blocks.
 
         Raises:
-            TierError: one could not.
+            TierError: a block could not be stored.
         """
-        self._worker.submit(self._drain)
-        with self._changed:
-            self._changed.wait_for(lambda: self._failure is not None or not (self._queue or self._writing))
+        self._worker.submit(self._drain).result()
+        self._worker.submit(self._collect).result()
         self.raise_failure()
         for tier in self._tiers.values():
             tier.flush()
@@ -203,7 +201,6 @@ class Residency:
         while failure is None:
             with self._changed:
                 batch = self._take_batch()
-                self._writing = len(batch)
                 if not batch and not self._queue:
                     self._changed.notify_all()
                     return
@@ -219,7 +216,6 @@ class Residency:
                     self._unpin(block, copy)
                 # What is not stored goes back to where it was, to be tried again.
                 self._queue.extendleft(block for block, copy in reversed(batch) if not copy.doomed)
-                self._writing = 0
                 self._failure = failure or self._failure
                 self._changed.notify_all()
         logger.warning("write-back stopped: %s", failure)

@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import shutil
 import tempfile
+import time
 import weakref
+from contextlib import suppress
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -24,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 _PREFIX = "hf-tiered-"
 _ENVIRONMENT = "HF_TIERED_CACHE_DIR"
+# A younger lock without a directory may belong to a process that is just about to make one.
+_STALE_LOCK_SECONDS = 60.0
 
 
 def default_base() -> Path:
@@ -71,13 +76,13 @@ class PrivateDirectory:
     def __init__(self, base: Path) -> None:
         try:
             base.mkdir(mode=0o700, parents=True, exist_ok=True)
-            # Held while a directory and its lock come into being, so that a sweep cannot fall in between.
-            with FileLock(base / f"{_PREFIX}sweep.lock"):
-                _sweep(base)
-                self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
-                # Released by whichever thread runs the finalizer, so it must not belong to this one.
-                self._lock = FileLock(_lock_path(self.path), thread_local=False)
-                self._lock.acquire()
+            _sweep(base)
+            self.path = base / f"{_PREFIX}{secrets.token_hex(8)}"
+            # Held before there is a directory, so that a sweep never meets one without an owner. Released by
+            # whichever thread runs the finalizer, so it must not belong to this one.
+            self._lock = FileLock(_lock_path(self.path), thread_local=False)
+            self._lock.acquire()
+            self.path.mkdir(mode=0o700)
         except OSError as error:
             raise TierError(f"cannot make a private directory below {base}: {error}") from error
         self._finalizer = weakref.finalize(self, _remove_own, self.path, self._lock, os.getpid())
@@ -104,13 +109,18 @@ def _remove(directory: Path, lock: FileLock) -> None:
 
 
 def _sweep(base: Path) -> None:
-    for directory in base.glob(f"{_PREFIX}*"):
-        if not directory.is_dir():
-            continue
-        lock = FileLock(_lock_path(directory), timeout=0, thread_local=False)
-        try:
-            lock.acquire()
-        except Timeout:
-            continue
-        logger.info("removing %s, left by a process that has ended", directory)
-        _remove(directory, lock)
+    """Remove what has no owner: directories, and old locks of directories that are gone."""
+    stale_before = time.time() - _STALE_LOCK_SECONDS
+    for path in base.glob(f"{_PREFIX}*"):
+        with suppress(FileNotFoundError):  # another process sweeps as well
+            if path.is_dir():
+                directory = path
+            elif path.suffix == ".lock" and path.stat().st_mtime < stale_before:
+                directory = path.with_suffix("")
+            else:
+                continue
+            lock = FileLock(_lock_path(directory), timeout=0, thread_local=False)
+            with suppress(Timeout):
+                lock.acquire()
+                logger.info("removing %s, left by a process that has ended", directory)
+                _remove(directory, lock)

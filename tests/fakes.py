@@ -1,0 +1,138 @@
+"""Stand-ins with a purpose: an engine that is late and poisons what is free, tiers that are slow or fail."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import tensorstore as ts
+import torch
+
+from hf_tiered_cache.blocks import Bits, BlockKey, BlockLayout
+from hf_tiered_cache.config import TieredCacheConfig
+from hf_tiered_cache.metrics import Metrics
+from hf_tiered_cache.tiers import NvmeTier, register_tier
+from hf_tiered_cache.transfer.engine import CpuCopyEngine, Event
+
+POISON = 0xFF  # a NaN in every float format
+
+
+class LateEngine(CpuCopyEngine):
+    """Copies start late, by random delays, and every buffer is poisoned the moment nobody may read it."""
+
+    def __init__(self, device: torch.device, metrics: Metrics, max_delay_seconds: float = 0.002) -> None:
+        super().__init__(device, metrics)
+        self._random = random.Random(0)
+        self._max_delay_seconds = max_delay_seconds
+
+    def recycled(self, buffer: torch.Tensor) -> None:
+        buffer.fill_(POISON)
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        time.sleep(self._random.random() * self._max_delay_seconds)
+        super()._copy(target, source)
+
+
+class UnorderedEngine(LateEngine):
+    """The control: as late as `LateEngine`, and the compute stream waits for nothing."""
+
+    def compute_waits(self, event: Event) -> None:
+        return
+
+
+class MetaEngine(CpuCopyEngine):
+    """The engine of a device without data: keeps the books, moves nothing. For tests of placement on devices."""
+
+    def _allocate(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        assert self.device in (target.device, source.device), "a copy strayed to another device"
+
+
+class Faults:
+    """Switches of the faulty tier; each test sets its own."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """All is well."""
+        self.write_error: str | None = None
+        self.read_error: str | None = None
+        self.delete_error: str | None = None
+        self.gate: threading.Event | None = None
+        self.delay_seconds = 0.0
+        self.writes = 0
+        self.reads: list[int] = []
+
+
+FAULTS = Faults()
+
+
+@register_tier("faulty")
+class FaultyTier(NvmeTier):
+    """An L1 that fails, or waits, as `FAULTS` says, with the messages that tensorstore would give."""
+
+    def __init__(self, name: str, root: Path, capacity_bytes: int | None, config: TieredCacheConfig) -> None:
+        super().__init__(name, root, capacity_bytes, config)
+
+    def _start_write(self, key: BlockKey, layout: BlockLayout, source: Bits) -> Sequence[ts.WriteFutures]:
+        FAULTS.writes += 1
+        if FAULTS.gate is not None:
+            FAULTS.gate.wait()
+        time.sleep(FAULTS.delay_seconds)
+        if FAULTS.write_error:
+            raise ValueError(FAULTS.write_error)
+        return super()._start_write(key, layout, source)
+
+    def _start_read(
+        self, keys: Sequence[BlockKey], layout: BlockLayout, target: Bits
+    ) -> Sequence[ts.WriteFutures]:
+        FAULTS.reads.extend(key.layer_idx for key in keys)
+        if FAULTS.read_error:
+            raise ValueError(FAULTS.read_error)
+        return super()._start_read(keys, layout, target)
+
+    def _start_delete(self, key: BlockKey) -> Sequence[ts.Future[Any]]:
+        if FAULTS.delete_error:
+            raise ValueError(FAULTS.delete_error)
+        return super()._start_delete(key)
+
+
+def random_kv(
+    tokens: int,
+    *,
+    batch: int = 1,
+    key_shape: tuple[int, int] = (2, 8),
+    value_shape: tuple[int, int] = (2, 8),
+    dtype: torch.dtype = torch.float32,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V `[batch, heads, tokens, dim]`; shapes are `(heads, dim)`."""
+    keys = torch.randn(batch, key_shape[0], tokens, key_shape[1]).to(dtype)
+    values = torch.randn(batch, value_shape[0], tokens, value_shape[1]).to(dtype)
+    return keys, values
+
+
+def pieces(tokens: int, sizes: Iterable[int]) -> Iterable[slice]:
+    """Cut `tokens` into consecutive slices of the sizes given, repeated until all are covered."""
+    done = 0
+    while done < tokens:
+        for size in sizes:
+            if done < tokens:
+                yield slice(done, min(done + size, tokens))
+                done = min(done + size, tokens)
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
+    """Whether the condition comes true in time."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.005)
+    return True

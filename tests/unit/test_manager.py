@@ -1,0 +1,210 @@
+"""`KVCacheManager` without transformers: R14."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_tiered_cache import CacheClosedError, ConfigError, KVCacheManager, TieredCacheConfig
+from hf_tiered_cache.prefetch import LayerOrder
+
+from ..fakes import FAULTS, LateEngine, pieces, random_kv
+
+SETTINGS = {"window_tokens": 32, "block_tokens": 16}
+
+
+@pytest.fixture(params=["l1", "l2", "both", "sink"])
+def manager(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[KVCacheManager]:
+    """Late and poisoned, with blocks in L1, in L2, spread over both, or beside sink tokens."""
+    options: dict[str, dict[str, object]] = {
+        "l1": {},
+        "l2": {"l1_capacity": 0, "l2_url": tmp_path},
+        "both": {"l1_capacity": 3 * 4096, "l2_url": tmp_path},
+        "sink": {"sink_tokens": 21},
+    }
+    config = TieredCacheConfig(**SETTINGS, **options[request.param])  # type: ignore[arg-type]
+    with KVCacheManager(config, engine_factory=LateEngine) as manager:
+        yield manager
+
+
+@pytest.mark.parametrize("sizes", [[1], [15, 1, 16, 17], [300], [40, 7]])
+def test_fetch_gives_what_was_appended(manager: KVCacheManager, sizes: list[int]) -> None:
+    manager.allocate("a", seq_len=300)
+    layers = [random_kv(300, batch=2, value_shape=(1, 4)) for _ in range(3)]
+    for piece in pieces(300, sizes):
+        for layer_id, (key, value) in enumerate(layers):
+            manager.append("a", layer_id, key[:, :, piece], value[:, :, piece])
+    for positions in ([0], [299, 0, 150, 150, 31], list(range(300)), [20, 21, 22], []):
+        for layer_id, (key, value) in enumerate(layers):
+            found_key, found_value = manager.fetch("a", layer_id, torch.tensor(positions, dtype=torch.long))
+            assert torch.equal(found_key, key[:, :, positions])
+            assert torch.equal(found_value, value[:, :, positions])
+
+
+def test_update_returns_everything(manager: KVCacheManager) -> None:
+    manager.allocate("a")
+    layers = [random_kv(260) for _ in range(4)]
+    for piece in pieces(260, [70, 1, 1, 1, 30]):
+        for layer_id, (key, value) in enumerate(layers):
+            keys, values = manager.update("a", layer_id, key[:, :, piece], value[:, :, piece])
+            assert torch.equal(keys, key[:, :, : piece.stop]) and torch.equal(values, value[:, :, : piece.stop])
+
+
+def test_prefetch_begins_reads_that_fetch_then_finds(tmp_path: Path) -> None:
+    FAULTS.reset()
+    config = TieredCacheConfig(**SETTINGS, l1_tier="faulty", prefetch_layers=2)
+    with KVCacheManager(config) as manager:
+        manager.allocate("a")
+        layers = [random_kv(200) for _ in range(6)]
+        for layer_id, kv in enumerate(layers):
+            manager.append("a", layer_id, *kv)
+        manager.flush()
+        assert FAULTS.reads == []
+        positions = torch.tensor([3, 100, 199])
+        assert manager.prefetch("a", positions) == 3, "as many layers as there are buffers"
+        for layer_id in range(3):
+            assert torch.equal(manager.fetch("a", layer_id, positions)[0], layers[layer_id][0][:, :, positions])
+        assert sorted(FAULTS.reads) == [0, 0, 1, 1, 2, 2], "the blocks of 3 and 100 for three layers, once"
+        stats = manager.stats()
+        assert (stats.prefetch_hits, stats.prefetch_misses) == (6, 0)
+        manager.fetch("a", 3, positions)
+        assert manager.stats().prefetch_misses == 2
+        assert manager.prefetch("a", [199]) == 0, "the window needs no load"
+
+
+def test_evict_leaves_less_than_a_block_and_loses_nothing(manager: KVCacheManager) -> None:
+    manager.allocate("a")
+    key, value = random_kv(75)
+    manager.append("a", 0, key[:, :, :70], value[:, :, :70])
+    before = manager.stats()
+    assert manager.evict("a") > 0
+    after = manager.stats()
+    assert after.l0_bytes < before.l0_bytes
+    assert after.tiers["L0"].tokens < 16 + manager.config.sink_tokens
+    keys, values = manager.update("a", 0, key[:, :, 70:], value[:, :, 70:])
+    assert torch.equal(keys, key) and torch.equal(values, value)
+
+
+def test_fork_shares_blocks_and_parts_ways(manager: KVCacheManager) -> None:
+    manager.allocate("a")
+    key, value = random_kv(200, batch=2)
+    manager.append("a", 0, key, value)
+    manager.flush()
+    blocks = sum(manager.stats().tiers[tier].blocks for tier in ("L1", "L2"))
+    manager.fork("a", "b")
+    assert sum(manager.stats().tiers[tier].blocks for tier in ("L1", "L2")) == blocks
+    manager.crop("a", 0, 150)
+    other_key, other_value = random_kv(150, batch=2)
+    manager.append("a", 0, other_key, other_value)
+    manager.select_rows("b", 0, [1, 1, 0])
+    everything = torch.arange(200)
+    assert torch.equal(manager.fetch("a", 0, everything)[0], torch.cat([key[:, :, :50], other_key], 2))
+    assert torch.equal(manager.fetch("b", 0, everything)[1], value[[1, 1, 0]])
+    manager.free("a")
+    assert torch.equal(manager.fetch("b", 0, everything)[0], key[[1, 1, 0]])
+    manager.free("b")
+    manager.flush()
+    stats = manager.stats()
+    assert all(stats.tiers[tier].bytes == 0 for tier in ("L1", "L2")), "no block is left"
+
+
+def test_capacity_holds_while_blocks_move(tmp_path: Path) -> None:
+    """R2: L1 is full all the time, the oldest blocks are below, and nothing is above the limit on disk."""
+    config = TieredCacheConfig(**SETTINGS, l1_path=tmp_path, l1_capacity=5 * 4096, l2_url=tmp_path)
+    with KVCacheManager(config) as manager:
+        manager.allocate("a")
+        key, value = random_kv(640, key_shape=(4, 8), value_shape=(4, 8))
+        for piece in pieces(640, [16]):
+            manager.append("a", 0, key[:, :, piece], value[:, :, piece])
+            assert manager.stats().tiers["L1"].bytes <= 5 * 4096
+            on_disk = sum(file.stat().st_size for file in tmp_path.glob("*/L000*/c.*") if file.exists())
+            assert on_disk <= 5 * 4096
+        manager.flush()
+        stats = manager.stats()
+        assert stats.tiers["L1"].blocks == 5 and stats.tiers["L2"].blocks == 640 // 16 - 2 - 5 - 1
+        assert stats.blocks_demoted == stats.tiers["L2"].blocks
+        assert torch.equal(manager.fetch("a", 0, torch.arange(640))[0], key)
+
+
+def test_nothing_is_opened_while_everything_fits(cache_directory: Path) -> None:
+    """R25: no directory and no thread for a short context."""
+    with KVCacheManager(TieredCacheConfig(**SETTINGS)) as manager:
+        manager.allocate("a")
+        key, value = random_kv(48)
+        manager.update("a", 0, key, value)
+        assert list(cache_directory.iterdir()) == []
+        manager.append("a", 0, *random_kv(1))
+        assert len(list(cache_directory.glob("hf-tiered-*.lock"))) == 1
+
+
+def test_bad_calls_change_nothing() -> None:
+    with KVCacheManager(TieredCacheConfig(**SETTINGS)) as manager:
+        key, value = random_kv(40, batch=2)
+        with pytest.raises(ConfigError, match="no request 'a'"):
+            manager.append("a", 0, key, value)
+        manager.allocate("a")
+        with pytest.raises(ConfigError, match="exists"):
+            manager.allocate("a")
+        with pytest.raises(ConfigError, match="negative"):
+            manager.allocate("b", seq_len=-1)
+        with pytest.raises(ConfigError, match="layer 3"):
+            manager.fetch("a", 3, [0])
+        manager.append("a", 0, key, value)
+        for bad_key, bad_value, words in (
+            (key[0], value[0], r"\[B, H, T, D\]"),
+            (key[:, :, :3], value, "same number of tokens"),
+            (key, value.bfloat16(), "both must be the same"),
+            (key.double(), value.double(), "float64"),
+            (key[:1], value[:1], "batch_repeat_interleave"),
+            (key[..., :4], value, "key_dim=8"),
+            (key.to("meta"), value.to("meta"), "meta"),
+        ):
+            with pytest.raises(ConfigError, match=words):
+                manager.append("a", 0, bad_key, bad_value)
+        for positions, words in (([40], "0, 40"), ([-1], "0, 40"), ([[1]], "1-D"), ([0.5], "ints")):
+            with pytest.raises(ConfigError, match=words):
+                manager.fetch("a", 0, positions)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="negative"):
+            manager.crop("a", 0, -1)
+        with pytest.raises(ConfigError, match="batch of 2"):
+            manager.select_rows("a", 0, [2])
+        assert manager.tokens("a", 0) == 40
+        assert torch.equal(manager.fetch("a", 0, torch.arange(40))[0], key)
+
+
+def test_closed_manager_says_so() -> None:
+    manager = KVCacheManager(TieredCacheConfig(**SETTINGS))
+    manager.allocate("a")
+    manager.append("a", 0, *random_kv(100))
+    manager.close()
+    manager.close()
+    for call in (lambda: manager.append("a", 0, *random_kv(1)), lambda: manager.fetch("a", 0, [0]), manager.flush):
+        with pytest.raises(CacheClosedError, match="make a new one"):
+            call()
+    assert manager.stats().l0_bytes == 0
+
+
+class TestLayerOrder:
+    def test_learns_what_it_sees_and_wraps_around(self) -> None:
+        order = LayerOrder()
+        for layer_idx in (0, 4, 2, 6, 0, 4):
+            order.observe(layer_idx)
+        assert list(order.following(4, [0, 2, 4, 6])) == [2, 6, 0, 4]
+
+    def test_guesses_the_next_higher_layer_at_first(self) -> None:
+        assert list(LayerOrder().following(3, [1, 3, 7])) == [7, 1, 3]
+
+    def test_follows_a_change(self) -> None:
+        order = LayerOrder()
+        for layer_idx in (0, 1, 2, 0, 2, 1, 0):
+            order.observe(layer_idx)
+        assert list(order.following(0, [0, 1, 2])) == [2, 1, 0]
+
+    def test_a_layer_alone_follows_itself(self) -> None:
+        order = LayerOrder()
+        order.observe(5)
+        order.observe(5)
+        assert list(order.following(5, [5])) == [5]
