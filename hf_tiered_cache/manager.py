@@ -27,7 +27,7 @@ class KVCacheManager:
 
     A request has layers; a layer has tokens, in order, for a batch of rows. Nothing is opened before the first
     block leaves a window. Calls are serialised by one lock; they block while storage is behind (counted as
-    stall), and raise what went wrong in the background since the call before.
+    stall). What went wrong in the background is raised by the next call that adds tokens, or by `flush`.
 
     ```python
     with KVCacheManager(TieredCacheConfig(window_tokens=4096)) as manager:
@@ -152,7 +152,7 @@ class KVCacheManager:
             ConfigError: the tensors do not fit each other or what the layer holds; nothing was added.
             TierError: storage failed. The tokens that were sealed or are in the window so far stay.
         """
-        with self._calling():
+        with self._calling(adds_tokens=True):
             self._paths.append(self._layer(request_id, layer_id, key, value), key, value)
 
     def update(
@@ -171,7 +171,7 @@ class KVCacheManager:
             ConfigError: as for `append`.
             TierError: as for `append`, or a block could not be read.
         """
-        with self._calling():
+        with self._calling(adds_tokens=True):
             layer = self._layer(request_id, layer_id, key, value)
             return self._paths.gather(self._requests[request_id], layer, key, value)
 
@@ -227,7 +227,7 @@ class KVCacheManager:
         Raises:
             TierError: storage failed; what was not sealed is still in the window.
         """
-        with self._calling():
+        with self._calling(adds_tokens=True):
             sealed = 0
             for layer in self._request(request_id).layers.values():
                 while layer.window.held_tokens >= layer.block_tokens:
@@ -310,11 +310,12 @@ class KVCacheManager:
     # -- inside -----------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _calling(self) -> Iterator[None]:
+    def _calling(self, adds_tokens: bool = False) -> Iterator[None]:
+        """One call at a time, none after `close()`, and no new tokens before an earlier failure was heard."""
         with self._lock:
             if self.closed:
                 raise CacheClosedError("the cache is closed: make a new one")
-            if self._resources.residency is not None:
+            if adds_tokens and self._resources.residency is not None:
                 self._resources.residency.raise_failure()
             yield
 

@@ -68,7 +68,8 @@ class Residency:
         self._resident: dict[BlockKey, Block] = {}
         self._queue: deque[Block] = deque()
         self._garbage: list[tuple[Tier, BlockKey]] = []
-        self._failure: TierError | None = None
+        self._write_failure: TierError | None = None
+        self._delete_failure: TierError | None = None
         self._pools: set[StagingPool] = set()
         self._worker = Worker("write-back")
 
@@ -105,6 +106,8 @@ class Residency:
                     for place in list(block.copies):
                         self._doom(block, place)
                     self._resident.pop(block.key, None)
+            if not any(block.references for block in self._queue):
+                self._write_failure = None  # what could not be written is not needed any more
             garbage = bool(self._garbage)
         if garbage:
             with suppress(RuntimeError):  # closing: the whole directory goes
@@ -149,7 +152,8 @@ class Residency:
             TierError: a tier failed.
         """
         with self._changed:
-            failure, self._failure = self._failure, None
+            failure = self._write_failure or self._delete_failure
+            self._write_failure = self._delete_failure = None
         if failure is not None:
             raise failure
 
@@ -216,7 +220,7 @@ class Residency:
                     self._unpin(block, copy)
                 # What is not stored goes back to where it was, to be tried again.
                 self._queue.extendleft(block for block, copy in reversed(batch) if not copy.doomed)
-                self._failure = failure or self._failure
+                self._write_failure = failure or self._write_failure
                 self._changed.notify_all()
         logger.warning("write-back stopped: %s", failure)
         for pool in self._pools:
@@ -242,7 +246,13 @@ class Residency:
                 assert slot.ready is not None
                 slot.ready.wait()
                 tier = self._tier_with_room(block, moves)
-                moves.append(_Move(block, tier, tier.write(block.key, block.layout, slot.bits(block.layout)[0])))
+                try:
+                    write = tier.write(block.key, block.layout, slot.bits(block.layout)[0])
+                except TierFullError:
+                    if not self._shrink(tier):
+                        raise
+                    continue  # the block stays queued, for the tier below
+                moves.append(_Move(block, tier, write))
         finally:
             self._finish(moves, leaving=STAGING)
 
@@ -302,7 +312,7 @@ class Residency:
             return lower is not None
         with self._changed:
             resident = sum(tier.name in block.copies for block in self._resident.values())
-            if tier.blocks <= resident or self._failure is not None:
+            if tier.blocks <= resident or self._delete_failure is not None:
                 return False
             self._changed.wait(timeout=0.1)  # copies that are doomed go when the reads that hold them end
         return True
@@ -342,7 +352,7 @@ class Residency:
                 tier.delete(key)
             except TierError as error:
                 with self._changed:
-                    self._failure = self._failure or error
+                    self._delete_failure = self._delete_failure or error
         return bool(garbage)
 
     # -- residency; the caller holds the lock -----------------------------------------------------------------

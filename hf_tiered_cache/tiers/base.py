@@ -168,7 +168,11 @@ class Tier(ABC):
             TierError: the storage refused.
         """
         describe = f"{self.name}: deleting layer {key.layer_idx}, block {key.block_idx} below {self.root}"
-        TierIO(self._start_delete(key), describe).result()
+        try:
+            deletes = self._start_delete(key)
+        except (ValueError, OSError) as error:
+            raise translate(error, describe) from error
+        TierIO(deletes, describe).result()
         self._give_back(key)
 
     def flush(self) -> None:

@@ -1,0 +1,81 @@
+"""Late copies and poisoned buffers change nothing; and without the waits they do.
+
+Each control removes one ordering rule and must give a wrong result: it shows that these tests can fail.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from hf_tiered_cache import KVCacheManager, TieredCache, TieredCacheConfig
+from hf_tiered_cache.lane import GatherBuffer, Lane
+from hf_tiered_cache.resources import EngineFactory
+from hf_tiered_cache.transfer.staging import SlotRing
+
+from ..fakes import LateEngine, UnorderedEngine
+from ..models import generate, prompt_ids, tiny_llama
+
+
+def matches(engine_factory: EngineFactory, generation: dict[str, Any], **options: Any) -> bool:
+    """Whether generation with this engine gives the logits of DynamicCache, bit for bit."""
+    model = tiny_llama()
+    batch = 1 if "prompt_lookup_num_tokens" in generation else 2
+    input_ids = prompt_ids(120, batch)
+    expected_tokens, expected_logits = generate(model, input_ids, DynamicCache(config=model.config), **generation)
+    settings = TieredCacheConfig(window_tokens=32, block_tokens=16, **options)
+    with (
+        KVCacheManager(settings, engine_factory=engine_factory) as manager,
+        TieredCache(config=model.config, manager=manager) as cache,
+    ):
+        tokens, logits = generate(model, input_ids, cache, **generation)
+        assert manager.stats().blocks_sealed > 0
+    return torch.equal(tokens, expected_tokens) and torch.equal(logits, expected_logits)
+
+
+GENERATIONS = {
+    "greedy": {},
+    "beams": {"num_beams": 3, "num_return_sequences": 2},
+    "chunked": {"prefill_chunk_size": 17},
+    "lookup": {"prompt_lookup_num_tokens": 5},
+}
+
+
+@pytest.mark.parametrize("generation", GENERATIONS.values(), ids=GENERATIONS.keys())
+@pytest.mark.parametrize("prefetch_layers", [1, 3, 6])
+def test_late_copies_change_nothing(generation: dict[str, Any], prefetch_layers: int, tmp_path: Path) -> None:
+    assert matches(
+        LateEngine,
+        generation,
+        prefetch_layers=prefetch_layers,
+        l1_capacity=6 * 4096,
+        l2_url=tmp_path,
+        staging_blocks=2,
+    )
+
+
+def test_control_attention_that_does_not_wait_for_its_blocks() -> None:
+    assert not matches(UnorderedEngine, {})
+
+
+def test_control_buffer_released_before_attention_has_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def use(lane: Lane, buffer: GatherBuffer) -> None:
+        lane.give_back(buffer)
+
+    monkeypatch.setattr(Lane, "use", use)
+    assert not matches(LateEngine, {})
+
+
+def test_control_pack_buffer_reused_before_it_was_copied_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = SlotRing.next
+
+    def next_without_waiting(ring: SlotRing, nbytes: int) -> torch.Tensor:
+        ring._wait = lambda event: None
+        return original(ring, nbytes)
+
+    monkeypatch.setattr(SlotRing, "next", next_without_waiting)
+    assert not matches(LateEngine, {})
