@@ -70,6 +70,7 @@ class Residency:
         self._garbage: list[tuple[Tier, BlockKey]] = []
         self._write_failure: TierError | None = None
         self._delete_failure: TierError | None = None
+        self._stopped = False
         self._pools: set[StagingPool] = set()
         self._worker = Worker("write-back")
 
@@ -210,6 +211,7 @@ class Residency:
                     return
             try:
                 self._store(batch)
+                self._stopped = False
             except TierError as error:
                 failure = error
             except Exception as error:  # a failed copy, or a bug: it must reach the user as well
@@ -222,7 +224,9 @@ class Residency:
                 self._queue.extendleft(block for block, copy in reversed(batch) if not copy.doomed)
                 self._write_failure = failure or self._write_failure
                 self._changed.notify_all()
-        logger.warning("write-back stopped: %s", failure)
+        if not self._stopped:
+            logger.warning("write-back stopped: %s", failure)
+        self._stopped = True
         for pool in self._pools:
             pool.wake()
 

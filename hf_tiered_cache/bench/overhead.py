@@ -1,8 +1,8 @@
 """What TieredCache costs per decode step: against DynamicCache, in the same process, in turns.
 
-Regime: a random Llama with the shape of a 135M-parameter model (30 layers, 9 query and 3 KV heads of 64), batch 1,
-greedy. `fits` keeps the whole context in the window, so nothing is sealed: any ratio above 1 is bookkeeping. `tiers`
-has a window of an eighth of the context, so each step loads seven eighths of K and V back from storage.
+Regime: a random Llama with the shape of a 135M-parameter model (30 layers, 9 query and 3 KV heads of 64), batch
+1, greedy. `fits` keeps the whole context in the window, so nothing is sealed: any ratio above 1 is bookkeeping.
+`tiers` has a window of an eighth of the context, so each step loads seven eighths of K and V from storage.
 
 The ceiling is the peer itself: attention and the rest of the model are the same work on both sides. DynamicCache
 concatenates K and V anew in each step, TieredCache writes one token in place while all fits, so a ratio below 1 is

@@ -150,7 +150,7 @@ class Tier(ABC):
         """Start to load blocks that share one layout.
 
         Args:
-            keys: the blocks.
+            keys: the blocks, of any layers.
             target: `[len(keys), rows, row_elements]`, filled in place. Its content is undefined until
                 `result()` has returned, and after it has raised.
         """

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ def _context(io_mode: str) -> ts.Context:
     )
 
 
-@dataclass
+@dataclass(eq=False)
 class _LayerArray:
     """The open array of one layer and layout. Slots are handed out once, in order."""
 
@@ -90,11 +91,16 @@ class NvmeTier(Tier):
     def _start_read(
         self, keys: Sequence[BlockKey], layout: BlockLayout, target: Bits
     ) -> Sequence[ts.WriteFutures]:
-        slots = np.array([self._slots[key][1] for key in keys])
-        array = self._array(keys[0].layer_idx, layout)
         self._io_mode = self._choose_io_mode(layout)
-        # The array over `target` is the destination: data lands where the caller wants it, without a copy.
-        return [ts.array(target).write(array.readable[self._io_mode][slots])]
+        located = [self._slots[key] for key in keys]
+        futures, first = [], 0
+        for array, run in groupby(located, key=lambda pair: pair[0]):
+            slots = np.array([slot for _, slot in run])
+            # The array over `target` is the destination: data lands where the caller wants it, without a copy.
+            part = ts.array(target[first : first + len(slots)])
+            futures.append(part.write(array.readable[self._io_mode][slots]))
+            first += len(slots)
+        return futures
 
     def _start_delete(self, key: BlockKey) -> Sequence[ts.Future[Any]]:
         located = self._slots.pop(key, None)

@@ -69,6 +69,16 @@ class TierContract:
             tier.read_into([name], LATENT, target).result()
             assert np.array_equal(target[0], payload_of(LATENT, seed))
 
+    def test_one_read_across_layers(self, tier: Tier) -> None:
+        names = [key(index, layer_idx=layer) for index in range(3) for layer in (0, 1, 2)]
+        for seed, name in enumerate(names):
+            tier.write(name, LATENT, payload_of(LATENT, seed)).result()
+        order = [4, 0, 3, 6, 1, 8, 5]
+        target = np.zeros((len(order), LATENT.rows, LATENT.row_elements), LATENT.bits_dtype)
+        tier.read_into([names[seed] for seed in order], LATENT, target).result()
+        for position, seed in enumerate(order):
+            assert np.array_equal(target[position], payload_of(LATENT, seed))
+
     def test_one_layer_with_several_batch_sizes(self, tier: Tier) -> None:
         wide = BlockLayout(3, 1, 24, 1, 8, 16, torch.float32)
         tier.write(key(0), LATENT, payload_of(LATENT, 0)).result()

@@ -26,7 +26,8 @@ ROWS = [
     {"manager"},
     {"cache"},
     {"", "transfer"},
-    {"bench", "bench.overhead", "bench.__main__"},
+    {"bench", "bench.overhead"},
+    {"bench.__main__"},
 ]
 ROW_OF = {module: row for row, modules in enumerate(ROWS) for module in modules}
 

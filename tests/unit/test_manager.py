@@ -129,6 +129,21 @@ def test_capacity_holds_while_blocks_move(tmp_path: Path) -> None:
         assert torch.equal(manager.fetch("a", 0, torch.arange(640))[0], key)
 
 
+def test_demotion_takes_blocks_of_many_layers_at_once(tmp_path: Path) -> None:
+    config = TieredCacheConfig(**SETTINGS, l1_capacity=50 * 4096, l2_url=tmp_path)
+    layers = [random_kv(400) for _ in range(12)]
+    with KVCacheManager(config) as manager:
+        manager.allocate("a")
+        for piece in pieces(400, [64]):
+            for layer_id, (key, value) in enumerate(layers):
+                manager.append("a", layer_id, key[:, :, piece], value[:, :, piece])
+        manager.flush()
+        assert manager.stats().blocks_demoted > 8 * 12
+        for layer_id, (key, value) in enumerate(layers):
+            found_key, found_value = manager.fetch("a", layer_id, torch.arange(400))
+            assert torch.equal(found_key, key) and torch.equal(found_value, value)
+
+
 def test_nothing_is_opened_while_everything_fits(cache_directory: Path) -> None:
     """R25: no directory and no thread for a short context."""
     with KVCacheManager(TieredCacheConfig(**SETTINGS)) as manager:

@@ -1,0 +1,50 @@
+"""What a newcomer runs first works, with warnings as errors."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+# Of other packages, at their import: not ours to mend, and not part of what these examples show.
+_IGNORED = ("-W", "error", "-W", "ignore::DeprecationWarning", "-W", "ignore::SyntaxWarning")
+
+
+def _run(code: str, *arguments: str) -> str:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
+    done = subprocess.run(
+        [sys.executable, *_IGNORED, "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=ROOT,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", [path.name for path in sorted((ROOT / "notebooks").glob("*.ipynb"))])
+def test_notebook_runs(name: str) -> None:
+    notebook = json.loads((ROOT / "notebooks" / name).read_text())
+    cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert "identical" in _run("\n".join(cells))
+
+
+def test_manager_example_runs() -> None:
+    code = f"import runpy; runpy.run_path({str(ROOT / 'examples' / 'manager.py')!r}, run_name='__main__')"
+    assert "still equal" in _run(code)
+
+
+def test_overhead_benchmark_prints_json_last() -> None:
+    code = (
+        "import sys, runpy; sys.argv = ['bench', 'overhead', '--context', '200', '--steps', '2', '--pairs', '1', "
+        "'--layers', '2']; runpy.run_module('hf_tiered_cache.bench', run_name='__main__')"
+    )
+    result = json.loads(_run(code).splitlines()[-1])
+    assert result["fits"]["step_ratio"] > 0 and result["tiers"]["step_ratio"] > 0
