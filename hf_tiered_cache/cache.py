@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
+import sys
 import weakref
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from .config import TieredCacheConfig
+from .continuation import GenerationStart, generation_start
 from .errors import CacheClosedError, ConfigError, UnsupportedModelError
 from .manager import KVCacheManager
 from .metrics import CacheStats
@@ -265,6 +267,7 @@ class TieredCache(DynamicCache):
         if manager is None:
             manager = KVCacheManager(TieredCacheConfig.from_options(cache_config, options))
         self._binding = _Binding(manager, users=[int(shared)])
+        self._given_to_generate = False
         self._finalizer = weakref.finalize(self, self._binding.close)
         keeps_output = bool(
             getattr(text_config, "kv_sharing_modes", None) or getattr(text_config, "num_kv_shared_layers", 0)
@@ -305,6 +308,42 @@ class TieredCache(DynamicCache):
 
     def __reduce__(self) -> Any:
         raise TypeError("a TieredCache holds threads and files and cannot be pickled; deepcopy makes a second one")
+
+    @property
+    def _is_user_defined(self) -> bool:
+        """`generate` sets this on a cache it was given, before it looks at what is cached."""
+        return self._given_to_generate
+
+    @_is_user_defined.setter
+    def _is_user_defined(self, value: bool) -> None:
+        self._given_to_generate = value
+        start = generation_start(sys._getframe(1))
+        if start is not None:
+            self._prepare_to_continue(start)
+
+    def _prepare_to_continue(self, start: GenerationStart) -> None:
+        """Crop or raise where stock `generate` would silently feed cached tokens a second time."""
+        cached_tokens = self.get_seq_length()
+        if cached_tokens == 0:
+            return
+        if start.assisted and start.input_tokens == start.total_tokens:
+            raise ConfigError(
+                f"assisted and prompt-lookup decoding feed the whole prompt again, and {cached_tokens} tokens of it "
+                "are cached: pass only the new tokens with the attention mask of all, or start with an empty cache"
+            )
+        if cached_tokens > start.total_tokens:
+            raise ConfigError(
+                f"the cache holds {cached_tokens} tokens, and the prompt with all that went before has "
+                f"{start.total_tokens}: crop({start.total_tokens - 1 - cached_tokens}) it or reset() it"
+            )
+        if cached_tokens == start.total_tokens:
+            if not self.is_croppable:
+                raise ConfigError(
+                    f"all {cached_tokens} tokens of the prompt are cached, and this model's cache cannot crop() one: "
+                    "add a token to the prompt, or start with an empty cache"
+                )
+            # `generate` needs one token to compute logits from.
+            self.crop(-1)
 
     @property
     def manager(self) -> KVCacheManager:

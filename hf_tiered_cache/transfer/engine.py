@@ -183,7 +183,8 @@ class CudaCopyEngine(CopyEngine):
         return buffer
 
     def allocate_host(self, nbytes: int) -> torch.Tensor:
-        with torch.inference_mode(False):
+        # Page-locking happens in the context of the current device, which would be the first one on a new thread.
+        with torch.inference_mode(False), torch.cuda.device(self.device):
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def record_compute(self) -> Event:

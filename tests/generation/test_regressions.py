@@ -1,6 +1,6 @@
 """What went wrong in public with caches that move their data: one test per report, against `DynamicCache`.
 
-The first twelve tests are the cases of the project's list (10, layers over two devices, is in a module of its own);
+The first part has the twelve cases of the project's list (10, layers over two devices, is in a module of its own);
 the rest are promises of `TieredCache` that no equality matrix covers.
 """
 

@@ -1,0 +1,132 @@
+"""The same promises on a CUDA device. Run them under `TORCH_CUDA_SANITIZER=1` as well."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from hf_tiered_cache import KVCacheManager, TieredCache, TieredCacheConfig
+from hf_tiered_cache.metrics import Metrics
+from hf_tiered_cache.transfer.engine import CudaCopyEngine
+
+from ..fakes import POISON, pieces, random_kv
+from ..models import generate, prompt_ids, tiny_llama
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+# About a millisecond on a current GPU: long enough that a missing wait is seen.
+_DELAY_CYCLES = 2_000_000
+
+
+class LateCudaEngine(CudaCopyEngine):
+    """Copies start late on their streams, and what is free is poisoned on the stream that frees it."""
+
+    def __init__(self, device: torch.device, metrics: Metrics) -> None:
+        super().__init__(device, metrics)
+
+    def recycled(self, buffer: torch.Tensor) -> None:
+        buffer.fill_(POISON)
+
+    def copy_in(self, *arguments: Any, **options: Any) -> Any:
+        with torch.cuda.stream(self._in):
+            torch.cuda._sleep(_DELAY_CYCLES)
+        return super().copy_in(*arguments, **options)
+
+    def copy_out(self, *arguments: Any, **options: Any) -> Any:
+        with torch.cuda.stream(self._out):
+            torch.cuda._sleep(_DELAY_CYCLES)
+        return super().copy_out(*arguments, **options)
+
+
+class UnorderedCudaEngine(LateCudaEngine):
+    """The control: the compute stream waits for nothing."""
+
+    def compute_waits(self, event: Any) -> None:
+        return
+
+
+def _matches(engine: type[CudaCopyEngine], dtype: torch.dtype, tmp_path: Path, **generation: Any) -> bool:
+    model = copy.deepcopy(tiny_llama()).to("cuda", dtype)
+    input_ids = prompt_ids(300, batch=2).cuda()
+    expected = generate(model, input_ids, DynamicCache(config=model.config), **generation)
+    settings = TieredCacheConfig(window_tokens=64, block_tokens=32, l1_capacity=40 * 8192, l2_url=tmp_path)
+    with (
+        KVCacheManager(settings, engine_factory=engine) as manager,
+        TieredCache(config=model.config, manager=manager) as cache,
+    ):
+        found = generate(model, input_ids, cache, **generation)
+        assert manager.stats().blocks_sealed > 0
+    return torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "generation",
+    [{}, {"num_beams": 3, "num_return_sequences": 2}, {"prefill_chunk_size": 70}],
+    ids=["greedy", "beams", "chunked"],
+)
+@pytest.mark.parametrize("engine", [CudaCopyEngine, LateCudaEngine])
+def test_same_as_dynamic_cache(
+    engine: type[CudaCopyEngine], generation: dict[str, Any], dtype: torch.dtype, tmp_path: Path
+) -> None:
+    assert _matches(engine, dtype, tmp_path, **generation)
+
+
+def test_control_without_waits(tmp_path: Path) -> None:
+    assert not _matches(UnorderedCudaEngine, torch.float32, tmp_path)
+
+
+def test_manager_on_a_side_stream() -> None:
+    """The compute stream is the caller's current one, whichever that is."""
+    config = TieredCacheConfig(window_tokens=32, block_tokens=16)
+    layers = [[part.cuda() for part in random_kv(300)] for _ in range(4)]
+    with KVCacheManager(config, engine_factory=LateCudaEngine) as manager, torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
+        manager.allocate("a")
+        for piece in pieces(300, [90, 1, 17]):
+            for layer_id, (key, value) in enumerate(layers):
+                keys, values = manager.update("a", layer_id, key[:, :, piece], value[:, :, piece])
+                assert torch.equal(keys, key[:, :, : piece.stop])
+                assert torch.equal(values, value[:, :, : piece.stop])
+
+
+def test_accounting_matches_the_allocator() -> None:
+    """`l0_bytes` is what the process took from the device, up to the allocator's rounding."""
+    config = TieredCacheConfig(window_tokens=1024, block_tokens=256)
+    key, value = (part.cuda() for part in random_kv(20_000, key_shape=(8, 64), value_shape=(8, 64)))
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    with KVCacheManager(config) as manager:
+        manager.allocate("a")
+        for layer_id in range(6):
+            manager.append("a", layer_id, key, value)
+        for layer_id in (0, 1, 2, 3, 4, 5, 0, 1):
+            manager.update("a", layer_id, key[:, :, :1], value[:, :, :1])
+        torch.cuda.synchronize()
+        taken = torch.cuda.memory_allocated() - before
+        assert abs(taken - manager.stats().l0_bytes) < 0.02 * taken + (1 << 20)
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() - before < 1 << 20
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_layers_on_two_gpus() -> None:
+    config = TieredCacheConfig(window_tokens=32, block_tokens=16)
+    devices = ["cuda:0", "cuda:0", "cuda:1", "cuda:1"]
+    layers = [[part.to(device) for part in random_kv(300)] for device in devices]
+    with KVCacheManager(config, engine_factory=LateCudaEngine) as manager:
+        manager.allocate("a")
+        for piece in pieces(300, [90, 1, 17]):
+            for layer_id, (key, value) in enumerate(layers):
+                keys, values = manager.update("a", layer_id, key[:, :, piece], value[:, :, piece])
+                assert keys.device == key.device
+                assert torch.equal(keys, key[:, :, : piece.stop])
+                assert torch.equal(values, value[:, :, : piece.stop])
