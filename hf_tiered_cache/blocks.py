@@ -12,6 +12,7 @@ logical batch row reads.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -127,10 +128,11 @@ class Block:
 
 
 class RowRun(NamedTuple):
-    """Blocks from `first_block` up to the next run read `rows[i]` of their stored rows for batch row `i`."""
+    """Blocks from `first_block` to the next run have one layout, and batch row `i` reads their row `rows[i]`."""
 
     first_block: int
     rows: np.ndarray[Any, np.dtype[np.int64]]
+    layout: BlockLayout
 
 
 class BlockTable:
@@ -159,8 +161,9 @@ class BlockTable:
         key = BlockKey(self.namespace, self.layer_idx, block_idx, self._next_revision.get(block_idx, 0))
         block = Block(key, layout)
         identity = np.arange(layout.rows)
-        if not self._runs or not np.array_equal(self._runs[-1].rows, identity):
-            self._runs.append(RowRun(block_idx, identity))
+        last = self._runs[-1] if self._runs else None
+        if last is None or last.layout != layout or not np.array_equal(last.rows, identity):
+            self._runs.append(RowRun(block_idx, identity, layout))
         self.blocks.append(block)
         return block
 
@@ -182,27 +185,18 @@ class BlockTable:
 
     def select_rows(self, rows: Sequence[int] | np.ndarray[Any, Any]) -> None:
         """Let batch row `i` read what row `rows[i]` read before (reorder, repeat or select; moves no data)."""
-        self._runs = [RowRun(run.first_block, run.rows[np.asarray(rows)]) for run in self._runs]
+        self._runs = [run._replace(rows=run.rows[np.asarray(rows)]) for run in self._runs]
         self.rows_version += 1
 
-    def row_map(self, block_idx: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """The stored row that each batch row reads in this block."""
-        return next(run.rows for run in reversed(self._runs) if run.first_block <= block_idx)
-
-    def runs(self, block_indices: Sequence[int]) -> Iterator[tuple[list[int], np.ndarray[Any, Any]]]:
-        """Split ascending block indices into groups that share one row map and one layout."""
-        group: list[int] = []
-        group_rows: np.ndarray[Any, Any] | None = None
-        for block_idx in block_indices:
-            rows = self.row_map(block_idx)
-            if group and (rows is not group_rows or self.blocks[block_idx].layout != self.blocks[group[0]].layout):
-                assert group_rows is not None
-                yield group, group_rows
-                group = []
-            group_rows = rows
-            group.append(block_idx)
-        if group and group_rows is not None:
-            yield group, group_rows
+    def runs(self, block_indices: Sequence[int]) -> Iterator[tuple[Sequence[int], RowRun]]:
+        """Split ascending block indices into groups of one run, which share row map and layout."""
+        ends = [*(run.first_block for run in self._runs[1:]), len(self.blocks)][: len(self._runs)]
+        first = 0
+        for run, end in zip(self._runs, ends, strict=True):
+            last = bisect_left(block_indices, end, lo=first)
+            if last > first:
+                yield block_indices[first:last], run
+            first = last
 
     def fork(self, namespace: str) -> BlockTable:
         """A second table over the same blocks, which the caller counts as referenced once more."""

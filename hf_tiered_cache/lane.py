@@ -8,11 +8,11 @@ import torch
 
 from .blocks import Block, BlockTable
 from .metrics import Metrics
-from .residency import Residency
 from .transfer.engine import CopyEngine, Event
 from .transfer.staging import SlotRing, StagingPool
 from .transfer.worker import Worker
 from .window import Geometry, WindowBuffer
+from .writeback import WriteBack
 
 # One more block can be packed while the one before is copied out; likewise for loading.
 _SLOTS_PER_RING = 2
@@ -33,12 +33,12 @@ class Lane:
     """The copy path of one device.
 
         compute stream: window ──pack──▶ pack slot        gather buffer ──▶ attention
-        copy-out:                        pack slot ──▶ staging slot ──▶ residency
+        copy-out:                        pack slot ──▶ staging slot ──▶ write-back
         copy-in:                         loading slot ──▶ gather buffer
 
     Args:
         engine: of the device; closed with the lane.
-        residency: takes the sealed blocks.
+        write_back: takes the sealed blocks.
         metrics: of the manager.
         gather_buffers: buffers of a whole layer each; allocated when first used.
         staging_blocks: host buffers for blocks on their way out.
@@ -47,7 +47,7 @@ class Lane:
     def __init__(
         self,
         engine: CopyEngine,
-        residency: Residency,
+        write_back: WriteBack,
         metrics: Metrics,
         gather_buffers: int,
         staging_blocks: int,
@@ -57,7 +57,7 @@ class Lane:
         self.free_buffers = [
             GatherBuffer(engine.allocate(0), engine.record_compute()) for _ in range(gather_buffers)
         ]
-        self._residency = residency
+        self._write_back = write_back
         self._metrics = metrics
         self._staging = StagingPool(engine, staging_blocks)
         self._pack = SlotRing(
@@ -86,16 +86,21 @@ class Lane:
         """
         layout = window.geometry.layout(block_tokens)
         with self._metrics.stall("write"):
-            slot = self._staging.acquire(layout.nbytes, check=self._residency.retry)
-            packed = self._pack.next(layout.nbytes)
-        keys, values = layout.split(layout.over(packed, 1))
-        window_keys, window_values = window.oldest_block()
-        keys[0].copy_(window_keys)
-        values[0].copy_(window_values)
-        event = self.engine.copy_out(packed, slot.buffer[: layout.nbytes], after=self.engine.record_compute())
+            slot = self._staging.acquire(layout.nbytes, check=self._write_back.retry)
+        try:
+            with self._metrics.stall("write"):
+                packed = self._pack.next(layout.nbytes)
+            keys, values = layout.split(layout.over(packed, 1))
+            window_keys, window_values = window.oldest_block()
+            keys[0].copy_(window_keys)
+            values[0].copy_(window_values)
+            event = self.engine.copy_out(packed, slot.buffer[: layout.nbytes], after=self.engine.record_compute())
+        except BaseException:  # out of memory, say
+            slot.pool.release(slot)
+            raise
         self._pack.busy_until(event)
         block = table.seal(layout)
-        self._residency.add(block, slot, event)
+        self._write_back.add(block, slot, event)
         window.drop_oldest_block()
         self._metrics.count(blocks_sealed=1, L0_read=layout.nbytes)
         return block
@@ -104,8 +109,11 @@ class Lane:
         """Give a free buffer room for `tokens`, losing its content. Returns the tokens it has room for."""
         if buffer.storage.numel() < geometry.nbytes(tokens):
             self.engine.free(buffer.storage)
+            buffer.storage = self.engine.allocate(0)
             # A sequence grows by one token at a time; not so its buffers.
             buffer.storage = self.engine.allocate(geometry.nbytes(tokens + tokens // 8))
+            # The allocator may have given memory that the compute stream is not done with.
+            buffer.released = self.engine.record_compute()
         return max(tokens, geometry.tokens_in(buffer.storage.numel()))
 
     def use(self, buffer: GatherBuffer) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
+from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,7 +18,7 @@ from .config import TieredCacheConfig
 from .errors import CacheClosedError, ConfigError
 from .layers import LayerState
 from .metrics import CacheStats, TierStats
-from .paths import DataPaths, Positions, Request, as_positions, layers_of
+from .paths import DataPaths, Request, as_positions, layers_of
 from .resources import EngineFactory, Resources
 from .transfer.engine import make_engine
 from .window import Geometry, WindowBuffer
@@ -53,7 +55,11 @@ class KVCacheManager:
         self._lock = threading.RLock()
         self._requests: dict[Hashable, Request] = {}
         self._namespaces = 0
-        self._finalizer = weakref.finalize(self, self._resources.close)
+        self._depth = 0
+        # Requests whose owners were garbage-collected; freed by the next call. See `abandon`.
+        self._abandoned: deque[Hashable] = deque()
+        self._finalizer = weakref.finalize(self, self._resources.close_elsewhere)
+        self._finalizer.atexit = False
 
     def __enter__(self) -> KVCacheManager:
         return self
@@ -73,7 +79,8 @@ class KVCacheManager:
                 for layer in layers_of(list(self._requests.values())):
                     self._paths.forget(layer)
                 self._requests.clear()
-                self._finalizer()
+                self._finalizer.detach()
+                self._resources.close()
 
     # -- requests ---------------------------------------------------------------------------------------------
 
@@ -103,9 +110,11 @@ class KVCacheManager:
             ConfigError: there is no such request.
         """
         with self._calling():
-            for layer in self._request(request_id).layers.values():
-                self._paths.forget(layer)
-            del self._requests[request_id]
+            self._free(request_id)
+
+    def abandon(self, request_id: Hashable) -> None:
+        """Free a request at the next call. For the garbage collector: takes no lock and does not block."""
+        self._abandoned.append(request_id)
 
     def fork(self, request_id: Hashable, new_request_id: Hashable) -> None:
         """Register a second request with the same tokens. Sealed blocks are shared, windows are copied.
@@ -119,7 +128,7 @@ class KVCacheManager:
             twin = self._requests[new_request_id]
             for layer_idx, layer in source.layers.items():
                 self._paths.share_blocks(layer)
-                twin.layers[layer_idx] = layer.fork(twin.namespace)
+                twin.layers[layer_idx] = layer.fork(twin.block_namespace(layer_idx))
 
     def free_layer(self, request_id: Hashable, layer_id: int) -> None:
         """Forget the tokens of one layer; without effect when it holds none."""
@@ -164,8 +173,8 @@ class KVCacheManager:
             request_id, layer_id, key, value: as for `append`.
 
         Returns:
-            K `[B, Hk, S, Dk]` and V `[B, Hv, S, Dv]`, views of reused buffers: read them before layers of this
-            device are updated `prefetch_layers + 1` more times; they must not be written to.
+            K `[B, Hk, S, Dk]` and V `[B, Hv, S, Dv]`, views of reused buffers: valid until the next call, and
+            not to be written to. What was enqueued on the current stream before that call may still read them.
 
         Raises:
             ConfigError: as for `append`.
@@ -194,7 +203,7 @@ class KVCacheManager:
         """
         with self._calling():
             layer = self._existing_layer(request_id, layer_id)
-            wanted = _checked_positions(positions, layer.tokens)
+            wanted = as_positions(positions, layer.tokens)
             self._requests[request_id].order.observe(layer_id)
             return self._paths.fetch(layer, wanted)
 
@@ -214,7 +223,7 @@ class KVCacheManager:
         with self._calling():
             request = self._request(request_id)
             longest = max((layer.tokens for layer in request.layers.values()), default=0)
-            return self._paths.prefetch(request, _checked_positions(predicted_positions, longest))
+            return self._paths.prefetch(request, as_positions(predicted_positions, longest))
 
     def evict(self, request_id: Hashable) -> int:
         """Let a request leave the accelerator: seal every full block of its windows. Blocks on storage.
@@ -243,8 +252,8 @@ class KVCacheManager:
             TierError: one could not be written.
         """
         with self._calling():
-            if self._resources.residency is not None:
-                self._resources.residency.flush()
+            if self._resources.write_back is not None:
+                self._resources.write_back.flush()
 
     # -- changes of what is held --------------------------------------------------------------------------------
 
@@ -315,9 +324,24 @@ class KVCacheManager:
         with self._lock:
             if self.closed:
                 raise CacheClosedError("the cache is closed: make a new one")
-            if adds_tokens and self._resources.residency is not None:
-                self._resources.residency.raise_failure()
-            yield
+            if self._resources.owner_pid != os.getpid():
+                raise CacheClosedError(
+                    "the cache belongs to the parent process, and so do its threads: make a new one"
+                )
+            if adds_tokens and self._resources.write_back is not None:
+                self._resources.write_back.raise_failure()
+            while self._abandoned and self._depth == 0:
+                self._free(self._abandoned.popleft())
+            self._depth += 1
+            try:
+                yield
+            finally:
+                self._depth -= 1
+
+    def _free(self, request_id: Hashable) -> None:
+        for layer in self._request(request_id).layers.values():
+            self._paths.forget(layer)
+        del self._requests[request_id]
 
     def _request(self, request_id: Hashable) -> Request:
         if request_id not in self._requests:
@@ -348,23 +372,13 @@ class KVCacheManager:
         if layer is None:
             config, engine = self.config, self._resources.engine(key.device)
             window = WindowBuffer(engine, geometry, config.sink_tokens, config.window_tokens, config.block_tokens)
-            table = BlockTable(request.namespace, layer_id)
+            table = BlockTable(request.block_namespace(layer_id), layer_id)
             layer = LayerState(layer_id, window, table, config.sink_tokens, config.block_tokens)
             request.layers[layer_id] = layer
         elif layer.geometry != geometry or layer.window.device != key.device:
             raise ConfigError(_mismatch(layer, geometry, key.device))
         request.order.observe(layer_id)
         return layer
-
-
-def _checked_positions(positions: torch.Tensor | Sequence[int], tokens: int) -> Positions:
-    try:
-        wanted = as_positions(positions)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    if wanted.size and (wanted.min() < 0 or wanted.max() >= tokens):
-        raise ConfigError(f"positions must lie in [0, {tokens}); got {wanted.min()} to {wanted.max()}")
-    return wanted
 
 
 def _mismatch(layer: LayerState, new: Geometry, device: torch.device) -> str:

@@ -8,6 +8,7 @@ crop     drop tokens from the end; a block that is cut goes back to the window
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 
 from .config import TieredCacheConfig
+from .errors import ConfigError
 from .lane import Lane
 from .layers import LayerState
 from .prefetch import LayerOrder, Prefetcher
@@ -39,7 +41,15 @@ class Request:
     namespace: str
     expected_tokens: int
     layers: dict[int, LayerState] = field(default_factory=dict)
+    layers_made: Counter[int] = field(default_factory=Counter)
     order: LayerOrder = field(default_factory=LayerOrder)
+
+    def block_namespace(self, layer_idx: int) -> str:
+        """A namespace for the blocks of a new layer, in which this layer never sealed any before: names of blocks
+        that a reset dropped may still be in use."""
+        made = self.layers_made[layer_idx]
+        self.layers_made[layer_idx] += 1
+        return self.namespace if made == 0 else f"{self.namespace}.{made}"
 
 
 class DataPaths:
@@ -83,7 +93,11 @@ class DataPaths:
         lane = self._lane(layer)
         old_tokens, tokens = layer.tokens, layer.tokens + key.shape[2]
         load = self._prefetcher.begin(layer, lane, self._buffer_tokens(request, tokens))
-        self._prefetch_following(request, layer)
+        try:
+            self._prefetch_following(request, layer)
+        except BaseException:
+            self._prefetcher.cancel(load)
+            raise
         keys, values = self._prefetcher.finish(load, tokens)
         layer.window.copy_to(keys, values, end=old_tokens)
         keys[:, :, old_tokens:].copy_(key)
@@ -132,8 +146,12 @@ class DataPaths:
         last = request.order.last
         if last is None:
             return 0
-        following = (request.layers[layer_idx] for layer_idx in request.order.following(last, request.layers))
-        return sum(self._start_load(request, layer, blocks_of(layer, positions)) for layer in following)
+        following = (request.layers.get(layer_idx) for layer_idx in request.order.following(last, request.layers))
+        return sum(
+            self._start_load(request, layer, blocks_of(layer, positions))
+            for layer in following
+            if layer is not None
+        )
 
     def select_rows(self, layer: LayerState, rows: Positions) -> None:
         """Let batch row `i` be what row `rows[i]` was."""
@@ -207,15 +225,17 @@ def blocks_of(layer: LayerState, positions: Positions) -> list[int]:
     return [int(block) for block in np.unique(blocks[(blocks >= 0) & (blocks < len(layer.table))])]
 
 
-def as_positions(positions: torch.Tensor | Sequence[int]) -> Positions:
+def as_positions(positions: torch.Tensor | Sequence[int], tokens: int) -> Positions:
     """Positions as a 1-D int64 array.
 
     Raises:
-        ValueError: they are not 1-D, or not integers.
+        ConfigError: they are not 1-D, not integers, or not all in `[0, tokens)`.
     """
     array = positions.detach().cpu().numpy() if isinstance(positions, torch.Tensor) else np.asarray(positions)
     if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
-        raise ValueError(f"positions must be a 1-D sequence of ints, not {array.dtype} of shape {array.shape}")
+        raise ConfigError(f"positions must be a 1-D sequence of ints, not {array.dtype} of shape {array.shape}")
+    if array.size and (array.min() < 0 or array.max() >= tokens):
+        raise ConfigError(f"positions must lie in [0, {tokens}); got {array.min()} to {array.max()}")
     return array.astype(np.int64)
 
 

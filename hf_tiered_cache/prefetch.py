@@ -7,6 +7,7 @@ Which layers come after l is learnt from the order of updates, across the end of
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
@@ -23,6 +24,8 @@ from .layers import LayerState
 from .metrics import Metrics
 from .residency import Residency
 from .transfer.engine import Event
+
+logger = logging.getLogger(__name__)
 
 # Reads of this size keep a drive busy; smaller blocks are read several at a time.
 _READ_BYTES = 8 << 20
@@ -44,7 +47,7 @@ class LayerOrder:
 
     def following(self, layer_idx: int, known: Iterable[int]) -> Iterator[int]:
         """The layers that come next, the nearest first, up to `layer_idx` itself."""
-        ascending = sorted(known)
+        ascending = sorted({*known, layer_idx})
         seen: set[int] = set()
         current = layer_idx
         while current not in seen:
@@ -70,8 +73,8 @@ class _Run:
 class Load:
     """Sealed blocks of one layer on their way into a buffer.
 
-    `loaded` has the blocks by their index in the table; each is referenced until the load ends. `keys` and
-    `values` are `[B, H, capacity, D]`.
+    `loaded` has the blocks by their index in the table, `referenced` all that were asked for, which are referenced
+    until the load ends. `keys` and `values` are `[B, H, capacity, D]`.
     """
 
     layer: LayerState
@@ -82,6 +85,7 @@ class Load:
     keys: torch.Tensor
     values: torch.Tensor
     loaded: dict[int, Block] = field(default_factory=dict)
+    referenced: list[Block] = field(default_factory=list)
     tasks: list[Future[Event | None]] = field(default_factory=list)
     cancelled: bool = False
 
@@ -109,7 +113,11 @@ class Prefetcher:
         """
         if layer in self._loads or not lane.free_buffers or not block_indices:
             return False
-        load = self._new_load(layer, lane, lane.free_buffers.pop(), tokens)
+        try:
+            load = self._new_load(layer, lane, tokens)
+        except torch.OutOfMemoryError:
+            logger.debug("no memory to load layer %d ahead of time", layer.layer_idx)
+            return False
         self._submit(load, block_indices)
         self._loads[layer] = load
         return True
@@ -123,10 +131,13 @@ class Prefetcher:
         lane.release_used()
         blocks = layer.table.blocks
         load = self._take(layer)
+        if load is not None and load.capacity_tokens < layer.sink_tokens + layer.sealed_tokens:
+            self._let_go(load)
+            load = None
         if load is None:
             if not lane.free_buffers:
                 self.discard(self._farthest(lane))
-            load = self._new_load(layer, lane, lane.free_buffers.pop(), tokens)
+            load = self._new_load(layer, lane, tokens)
         # A crop, or a seal since, may have changed blocks after the load began.
         missing = [index for index, block in enumerate(blocks) if load.loaded.get(index) is not block]
         self._metrics.count(prefetch_misses=len(missing), prefetch_hits=len(blocks) - len(missing))
@@ -148,7 +159,7 @@ class Prefetcher:
         except BaseException:
             self._let_go(load)
             raise
-        self._residency.release(load.loaded.values())
+        self._residency.release(load.referenced)
         load.lane.use(load.buffer)
         return load.keys[:, :, :tokens], load.values[:, :, :tokens]
 
@@ -181,6 +192,10 @@ class Prefetcher:
         with self._side_by_side(layer, lane, block_indices) as (keys, values):
             yield keys, values, lambda offsets: _compact(offsets, block_indices, layer.block_tokens)
 
+    def cancel(self, load: Load) -> None:
+        """The caller of `begin` will not call `finish`."""
+        self._let_go(load)
+
     def discard(self, layer: LayerState) -> None:
         """Forget the load of a layer, if there is one: its rows are changing or it goes away."""
         load = self._loads.pop(layer, None)
@@ -193,14 +208,14 @@ class Prefetcher:
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Read blocks into a buffer of their own that lives as long as the context."""
         buffer = GatherBuffer(lane.engine.allocate(0), lane.engine.record_compute())
-        load = self._new_load(layer, lane, buffer, len(block_indices) * layer.block_tokens)
+        load = self._load_into(buffer, layer, lane, len(block_indices) * layer.block_tokens)
         starts = [position * layer.block_tokens for position in range(len(block_indices))]
         self._submit(load, block_indices, starts)
         try:
             self._wait(load)
             yield load.keys, load.values
         finally:
-            self._residency.release(load.loaded.values())
+            self._residency.release(load.referenced)
             lane.engine.free(buffer.storage)
 
     def _take(self, layer: LayerState) -> Load | None:
@@ -211,7 +226,15 @@ class Prefetcher:
             return None
         return load
 
-    def _new_load(self, layer: LayerState, lane: Lane, buffer: GatherBuffer, tokens: int) -> Load:
+    def _new_load(self, layer: LayerState, lane: Lane, tokens: int) -> Load:
+        buffer = lane.free_buffers.pop()
+        try:
+            return self._load_into(buffer, layer, lane, tokens)
+        except BaseException:  # out of memory, say
+            lane.free_buffers.append(buffer)
+            raise
+
+    def _load_into(self, buffer: GatherBuffer, layer: LayerState, lane: Lane, tokens: int) -> Load:
         capacity_tokens = lane.fit(buffer, layer.geometry, tokens)
         keys, values = layer.geometry.carve(buffer.storage, capacity_tokens)
         return Load(layer, lane, buffer, capacity_tokens, layer.table.rows_version, keys, values)
@@ -233,10 +256,10 @@ class Prefetcher:
             starts = [load.layer.sink_tokens + index * load.layer.block_tokens for index in block_indices]
         blocks = {index: table.blocks[index] for index in block_indices}
         self._residency.retain(blocks.values())
-        self._residency.release([load.loaded[index] for index in blocks if index in load.loaded])
+        load.referenced += blocks.values()
         load.loaded.update(blocks)
         runs = list(_split_runs(load.layer, block_indices, starts))
-        # Even without blocks: what a cancelled load still writes into this buffer has then been written.
+        # Even without blocks: attention must wait for what a cancelled load still writes into this buffer.
         load.tasks.append(load.lane.worker.submit(lambda: self._run(load, runs)))
 
     def _wait(self, load: Load) -> None:
@@ -252,7 +275,6 @@ class Prefetcher:
     def _run(self, load: Load, runs: Sequence[_Run]) -> Event | None:
         """On the prefetch thread: read from the tiers and hand to the copy engine, piece by piece."""
         lane = load.lane
-        event: Event | None = None
         for run in runs:
             layout = run.blocks[0].layout
             step = max(1, _READ_BYTES // layout.nbytes)
@@ -261,19 +283,24 @@ class Prefetcher:
                     return None
                 blocks = run.blocks[first : first + step]
                 staged = layout.over(lane.loading.next(len(blocks) * layout.nbytes), len(blocks))
-                self._residency.read(blocks, as_bits(staged))
+                try:
+                    self._residency.read(blocks, as_bits(staged))
+                except BaseException:
+                    lane.loading.retire()
+                    raise
                 placement = _Placement(load, layout, run.rows, run.first_token + first * layout.block_tokens)
-                event = lane.engine.copy_in(staged, placement, after=load.buffer.released)
-                lane.loading.busy_until(event)
+                copied = lane.engine.copy_in(staged, placement, after=load.buffer.released)
+                lane.loading.busy_until(copied)
                 self._metrics.count(L0_written=len(blocks) * layout.nbytes)
-        return event
+        # Not only of this load's copies: one that was cancelled may still be writing to the same buffer.
+        return lane.engine.record_copy_in()
 
     def _let_go(self, load: Load) -> None:
         load.cancelled = True
         # The prefetch thread works in order: whatever it still does here comes before the buffer's next load.
         load.lane.give_back(load.buffer)
-        blocks = list(load.loaded.values())
-        load.tasks[-1].add_done_callback(lambda _: self._residency.release(blocks))
+        if load.tasks:
+            load.tasks[-1].add_done_callback(lambda _: self._residency.release(load.referenced))
 
     def _farthest(self, lane: Lane) -> LayerState:
         return [layer for layer, load in self._loads.items() if load.lane is lane][-1]
@@ -309,11 +336,14 @@ def _compact(
 
 
 def _split_runs(layer: LayerState, block_indices: Sequence[int], starts: Sequence[int]) -> Iterator[_Run]:
-    start_of = dict(zip(block_indices, starts, strict=True))
-    for indices, rows in layer.table.runs(block_indices):
+    """Groups of blocks that are read together and land side by side."""
+    position = 0
+    for indices, run in layer.table.runs(block_indices):
+        group_starts = starts[position : position + len(indices)]
+        position += len(indices)
         first = 0
         for end in range(1, len(indices) + 1):
-            if end == len(indices) or start_of[indices[end]] != start_of[indices[end - 1]] + layer.block_tokens:
+            if end == len(indices) or group_starts[end] != group_starts[end - 1] + layer.block_tokens:
                 blocks = [layer.table.blocks[index] for index in indices[first:end]]
-                yield _Run(blocks, rows, start_of[indices[first]])
+                yield _Run(blocks, run.rows, group_starts[first])
                 first = end

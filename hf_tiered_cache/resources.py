@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import _thread
+import atexit
 import logging
+import os
 import shutil
+import threading
+import weakref
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -17,7 +23,9 @@ from .prefetch import Prefetcher
 from .residency import Residency
 from .tiers import Tier, TierRegistry
 from .transfer.engine import CopyEngine
+from .transfer.worker import Worker
 from .workspace import PrivateDirectory, check_directory, default_base
+from .writeback import WriteBack
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +39,7 @@ class Resources:
     """Engines, lanes and tiers of one manager.
 
     Tiers and threads come into being when the first block is sealed: a context that fits its window touches no
-    storage. Until then `residency` and `prefetcher` are `None`.
+    storage. Until then `residency`, `write_back` and `prefetcher` are `None`.
 
     Args:
         config: settings; names and paths are checked at once.
@@ -46,9 +54,13 @@ class Resources:
         self.metrics = Metrics()
         self.tiers: dict[str, Tier] = {}
         self.residency: Residency | None = None
+        self.write_back: WriteBack | None = None
         self.prefetcher: Prefetcher | None = None
         self.closed = False
+        self.owner_pid = os.getpid()
+        self._close_lock = threading.Lock()
         self._engine_factory = engine_factory
+        self._background = Worker("write-back")
         self._engines: dict[torch.device, CopyEngine] = {}
         self._lanes: dict[torch.device, Lane] = {}
         self._directories: list[PrivateDirectory] = []
@@ -70,19 +82,19 @@ class Resources:
             TierError: a private directory cannot be made.
         """
         if device not in self._lanes:
-            if self.residency is None:
-                self.residency = self._open_tiers()
-                self.prefetcher = Prefetcher(self.residency, self.metrics)
+            if self.write_back is None:
+                self.write_back = self._open_tiers()
             self._lanes[device] = Lane(
                 self.engine(device),
-                self.residency,
+                self.write_back,
                 self.metrics,
                 gather_buffers=self.config.prefetch_layers + 1,
                 staging_blocks=self.config.staging_blocks,
             )
         return self._lanes[device]
 
-    def _open_tiers(self) -> Residency:
+    def _open_tiers(self) -> WriteBack:
+        _open_resources.add(self)
         config = self.config
         if config.l1_capacity_bytes != 0:
             root = self._private_directory(self._l1_base)
@@ -95,7 +107,9 @@ class Resources:
             self.tiers["L2"] = self._tier_classes["L2"]("L2", root, None, config)
         tiers = list(self.tiers.values())
         policies = [make_eviction_policy(config.eviction) for _ in tiers[:-1]]
-        return Residency(tiers, policies, self.metrics)
+        self.residency = Residency(tiers, policies, self.metrics, self._background)
+        self.prefetcher = Prefetcher(self.residency, self.metrics)
+        return WriteBack(self.residency, self.metrics, self._background)
 
     def _private_directory(self, base: Path) -> Path:
         directory = PrivateDirectory(base)
@@ -104,15 +118,33 @@ class Resources:
         return directory.path
 
     def close(self) -> None:
-        """End threads, close tiers, remove directories. Blocks. May be called twice."""
-        if self.closed:
-            return
-        self.closed = True
-        for lane in self._lanes.values():
-            lane.close()
-        for engine in self._engines.values():
-            engine.close()
-        if self.residency is not None:
-            self.residency.close()
-        for directory in self._directories:
-            directory.close()
+        """End threads, close tiers, remove directories. Blocks. May be called twice, and from any thread."""
+        with self._close_lock, ExitStack() as closing:
+            if self.closed:
+                return
+            self.closed = True
+            _open_resources.discard(self)
+            # Backwards: first the threads that copy, then the one that writes, then the files.
+            for directory in self._directories:
+                closing.callback(directory.close)
+            for tier in self.tiers.values():
+                closing.callback(tier.close)
+            closing.callback(self._background.close)
+            for engine in self._engines.values():
+                closing.callback(engine.close)
+            for lane in self._lanes.values():
+                closing.callback(lane.close)
+
+    def close_elsewhere(self) -> None:
+        """Close from a new thread. For the garbage collector, which runs in the middle of anything: there it may
+        neither take a lock nor wait for a thread (so not even `threading` may start this one)."""
+        _thread.start_new_thread(self.close, ())
+
+
+_open_resources: weakref.WeakSet[Resources] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    for resources in list(_open_resources):
+        resources.close()

@@ -95,6 +95,10 @@ class CopyEngine(ABC):
             An event that has fired when the targets are complete and `source` may be overwritten.
         """
 
+    @abstractmethod
+    def record_copy_in(self) -> Event:
+        """Mark the copy-in stream as it is now: fires when all copies that were asked for have finished."""
+
     def recycled(self, buffer: torch.Tensor) -> None:
         """Called with a buffer, of either side, whose content nobody may read any more; tests poison it here."""
 
@@ -152,6 +156,9 @@ class CpuCopyEngine(CopyEngine):
                 self._copy(target, part)
 
         return _TaskEvent(self._in.submit(run).result)
+
+    def record_copy_in(self) -> Event:
+        return _TaskEvent(self._in.submit(lambda: None).result)
 
     def close(self) -> None:
         self._out.close()
@@ -213,6 +220,9 @@ class CudaCopyEngine(CopyEngine):
                 target.copy_(part, non_blocking=True)
             return _CudaEvent(self._in)
 
+    def record_copy_in(self) -> Event:
+        return _CudaEvent(self._in)
+
     def close(self) -> None:
         self._out.synchronize()
         self._in.synchronize()
@@ -222,7 +232,7 @@ class CudaCopyEngine(CopyEngine):
 
 class _CudaEvent:
     def __init__(self, stream: torch.cuda.Stream) -> None:
-        self.event = torch.cuda.Event()
+        self.event = torch.cuda.Event(blocking=True)  # a host thread that waits for it sleeps
         self.event.record(stream)
 
     def wait(self) -> None:

@@ -62,7 +62,11 @@ class StagingPool:
                     while not self._free and self._wakes == wakes:
                         self._condition.wait()
         if slot.buffer.numel() < nbytes:
-            slot.buffer = self._engine.allocate_host(nbytes)
+            try:
+                slot.buffer = self._engine.allocate_host(nbytes)
+            except BaseException:
+                self.release(slot)
+                raise
             self._engine.recycled(slot.buffer)
         return slot
 
@@ -109,14 +113,20 @@ class SlotRing:
     def next(self, nbytes: int) -> torch.Tensor:
         """The buffer whose turn it is, free to be overwritten, cut to `nbytes`. May block; see `wait`."""
         buffer, copied = self._slots[0]
+        self._slots[0] = (buffer, None)  # first, so that a copy that failed is reported once
         if copied is not None:
             self._wait(copied)
             self._recycled(buffer)
         if buffer.numel() < nbytes:
-            self._free(buffer)
+            self.retire()
             buffer = self._allocate(nbytes)
-        self._slots[0] = (buffer, None)
+            self._slots[0] = (buffer, None)
         return buffer[:nbytes]
+
+    def retire(self) -> None:
+        """Give up the buffer whose turn it is: too small, or a read that failed may still write to it."""
+        self._free(self._slots[0][0])
+        self._slots[0] = (self._allocate(0), None)
 
     def busy_until(self, event: Event) -> None:
         """The buffer that `next` gave is being copied, until `event`; the turn goes on."""

@@ -6,10 +6,9 @@ import os
 import signal
 import subprocess
 import sys
-import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-
-import torch
 
 from hf_tiered_cache import TieredCache
 
@@ -26,19 +25,31 @@ model = tiny_llama()
 with TieredCache(
     config=model.config, window_tokens=32, block_tokens=16, l1_capacity=40 * 4096, l2_url=sys.argv[1]
 ) as cache:
-    print("running", flush=True)
     generate(model, prompt_ids(200), cache, max_new_tokens=3000)
 """
 
 
-def _generating(l1_base: Path, l2_base: Path) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", _ENDLESS, str(l2_base)],
-        env=os.environ | {"HF_TIERED_CACHE_DIR": str(l1_base), "PYTHONPATH": os.pathsep.join(sys.path)},
-        cwd=Path(__file__).parents[2],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+@contextmanager
+def _generating(l1_base: Path, l2_base: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another process that generates into the tiers; killed at the end if it still runs."""
+    before = _directories(l1_base) | _directories(l2_base)
+    environment = os.environ | {"HF_TIERED_CACHE_DIR": str(l1_base), "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-W", "ignore", "-c", _ENDLESS, str(l2_base)]
+    with subprocess.Popen(command, env=environment, cwd=Path(__file__).parents[2]) as process:
+        try:
+            assert eventually(
+                lambda: (
+                    len((_directories(l1_base) | _directories(l2_base)) - before) == 2
+                    and all(
+                        any(path.glob("**/c*"))
+                        for path in (_directories(l1_base) | _directories(l2_base)) - before
+                    )
+                ),
+                seconds=120,
+            ), "it writes to both tiers"
+            yield process
+        finally:
+            process.kill()
 
 
 def _directories(base: Path) -> set[Path]:
@@ -48,35 +59,29 @@ def _directories(base: Path) -> set[Path]:
 def test_kill_in_the_middle(tmp_path: Path, cache_directory: Path) -> None:
     l2_base = tmp_path / "l2"
     l2_base.mkdir()
-    with _generating(cache_directory, l2_base) as survivor:
-        assert survivor.stdout is not None
-        survivor.stdout.readline()
-        assert eventually(lambda: bool(list(l2_base.glob("*/*/layers/*/*/c/**/0"))), 120), "it writes to L2"
-        alive = _directories(cache_directory) | _directories(l2_base)
-        assert len(alive) == 2
-        with _generating(cache_directory, l2_base) as victim:
-            assert victim.stdout is not None
-            victim.stdout.readline()
-            assert eventually(lambda: len(_directories(l2_base)) == 2, 120)
-            time.sleep(0.2)
-            victim.send_signal(signal.SIGKILL)
-            victim.wait()
-        dead = (_directories(cache_directory) | _directories(l2_base)) - alive
-        assert len(dead) == 2 and all(any(directory.iterdir()) for directory in dead)
 
+    def present() -> set[Path]:
+        return _directories(cache_directory) | _directories(l2_base)
+
+    def start_another() -> set[Path]:
+        """Use the tiers in this process; returns the directories that were there meanwhile."""
         model = tiny_llama()
         with TieredCache(
             config=model.config, window_tokens=32, block_tokens=16, l1_capacity=4096, l2_url=l2_base
         ) as cache:
             generate(model, prompt_ids(100), cache, max_new_tokens=2)
-            left = _directories(cache_directory) | _directories(l2_base)
-            assert not dead & left, "the next start sweeps"
-            assert alive < left, "and spares the living"
-        assert survivor.poll() is None, "the other process generates on, undisturbed"
-        survivor.send_signal(signal.SIGKILL)
-        survivor.wait()
-    with TieredCache(
-        config=model.config, window_tokens=32, block_tokens=16, l1_capacity=4096, l2_url=l2_base
-    ) as cache:
-        generate(model, torch.ones(1, 100, dtype=torch.long), cache, max_new_tokens=2)
+            return present()
+
+    with _generating(cache_directory, l2_base) as survivor:
+        alive = present()
+        with _generating(cache_directory, l2_base) as victim:
+            victim.send_signal(signal.SIGKILL)
+            victim.wait()
+        dead = present() - alive
+        assert len(dead) == 2 and all(any(directory.iterdir()) for directory in dead), "a kill leaves them"
+        seen = start_another()
+        assert not dead & seen, "the next start sweeps"
+        assert alive < seen, "and spares the living"
+        assert survivor.poll() is None, "which generates on, undisturbed"
+    start_another()
     assert list(l2_base.iterdir()) == [] and list(cache_directory.iterdir()) == []

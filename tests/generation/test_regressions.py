@@ -391,7 +391,7 @@ def test_case_12_memory_is_freed(explicitly: bool, cache_directory: Path) -> Non
 def test_case_12_no_doubling() -> None:
     """#25930: what is kept on the accelerator does not grow with each step's concatenation.
 
-    Two layers of 2,000 tokens and hardly any window: at most one buffer of a whole layer for each layer (prefetch),
+    Two layers of 2,000 tokens and hardly any window: at most one buffer of a whole layer for each (prefetch),
     where concatenation would need old and new at once.
     """
     generator = torch.Generator().manual_seed(12)

@@ -66,10 +66,10 @@ def test_row_maps_are_what_moving_data_would_give(steps: list[object]) -> None:
             model = model[:keep]
         assert len(table) == len(model)
         found = {}
-        for indices, row_map in table.runs(range(len(table))):
-            assert len({table.blocks[index].layout for index in indices}) == 1
+        for indices, run in table.runs(range(len(table))):
+            assert {table.blocks[index].layout for index in indices} == {run.layout}
             for index in indices:
-                found[index] = [(id(table.blocks[index]), int(row)) for row in row_map]
+                found[index] = [(id(table.blocks[index]), int(row)) for row in run.rows]
         assert [found[index] for index in range(len(model))] == model
 
 
@@ -91,5 +91,5 @@ def test_reordering_a_fork_leaves_the_original_alone() -> None:
     table.seal(LAYOUT)
     twin = table.fork("b")
     twin.select_rows(np.array([2, 2]))
-    assert table.row_map(0).tolist() == [0, 1, 2]
-    assert twin.row_map(0).tolist() == [2, 2]
+    assert [run.rows.tolist() for _, run in table.runs([0])] == [[0, 1, 2]]
+    assert [run.rows.tolist() for _, run in twin.runs([0])] == [[2, 2]]

@@ -1,0 +1,212 @@
+"""`TieredLayer`: one layer of a `TieredCache`, and what ties the layers of one cache together."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from transformers.cache_utils import DynamicLayer
+
+from .errors import CacheClosedError, UnsupportedModelError
+from .manager import KVCacheManager
+
+_request_numbers = itertools.count()
+
+
+class CacheBinding:
+    """What a cache shares with its layers: the manager, and the request in it that is this cache's."""
+
+    def __init__(self, manager: KVCacheManager, users: list[int], source: CacheBinding | None = None) -> None:
+        self.manager = manager
+        self.request_id = f"cache-{next(_request_numbers)}"
+        self.closed = False
+        if source is None:
+            manager.allocate(self.request_id)
+        else:
+            manager.fork(source.request_id, self.request_id)
+        # One number shared by all caches that deepcopy made of one; the last to close closes the manager.
+        self._users = users
+        self._users[0] += 1
+
+    def fork(self) -> CacheBinding:
+        self.check_open()
+        return CacheBinding(self.manager, self._users, source=self)
+
+    def check_open(self) -> None:
+        if self.closed or self.manager.closed:
+            raise CacheClosedError("this cache is closed: make a new TieredCache")
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        self.closed = True
+        self._users[0] -= 1
+        if self._users[0] == 0:
+            self.manager.close()
+        elif not self.manager.closed:
+            self.manager.free(self.request_id)
+
+    def abandon(self) -> None:
+        """The cache was garbage-collected. A manager that nobody else refers to goes the same way."""
+        if not self.closed:
+            self.closed = True
+            self._users[0] -= 1
+            self.manager.abandon(self.request_id)
+
+
+class TieredLayer(DynamicLayer):
+    """One full-attention layer whose older tokens live in the tiers.
+
+    Takes the place of a `DynamicLayer`; what `update` returns has the same values, as views of buffers that later
+    updates of other layers overwrite.
+
+    Args:
+        binding: the cache's manager and request.
+        layer_idx: the layer's index in the model.
+        keeps_output: the model reads what `update` returned even after other layers were updated (KV sharing);
+            such layers return tensors of their own.
+    """
+
+    def __init__(self, binding: CacheBinding, layer_idx: int, keeps_output: bool) -> None:
+        self._binding = binding
+        self._layer_idx = layer_idx
+        self._keeps_output = keeps_output
+        self.is_initialized = False
+
+    def __repr__(self) -> str:
+        return f"TieredLayer(layer_idx={self._layer_idx})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TieredLayer:
+        raise TypeError("a TieredLayer belongs to its cache: deepcopy the TieredCache")
+
+    def bound_to(self, binding: CacheBinding) -> TieredLayer:
+        """The same layer of another cache, whose request holds the same tokens."""
+        twin = TieredLayer(binding, self._layer_idx, self._keeps_output)
+        twin.is_initialized = self.is_initialized
+        if self.is_initialized:
+            twin.device, twin.dtype = self.device, self.dtype
+        return twin
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Note dtype and device; memory is taken when tokens come."""
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append tokens and return all K and V of the layer.
+
+        Args:
+            key_states: `[B, Hk, T, Dk]`.
+            value_states: `[B, Hv, T, Dv]`.
+
+        Returns:
+            K `[B, Hk, S, Dk]` and V `[B, Hv, S, Dv]`; read them before the next layers' updates, and do not
+            write to them.
+
+        Raises:
+            UnsupportedModelError: gradients are being recorded.
+            TierError: storage failed.
+        """
+        self._binding.check_open()
+        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
+            raise UnsupportedModelError(
+                "TieredCache serves inference, and gradients are being recorded: "
+                "run the model under torch.no_grad() or torch.inference_mode()"
+            )
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        keys, values = self._binding.manager.update(
+            self._binding.request_id, self._layer_idx, key_states, value_states
+        )
+        return (keys.clone(), values.clone()) if self._keeps_output else (keys, values)
+
+    def get_seq_length(self) -> int:
+        """Tokens in the layer."""
+        self._binding.check_open()
+        return self._binding.manager.tokens(self._binding.request_id, self._layer_idx)
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        """All K `[B, Hk, S, Dk]`, read from the tiers into a new tensor; `None` while there is none."""
+        return self._materialise(0)
+
+    @keys.setter
+    def keys(self, value: torch.Tensor | None) -> None:
+        self._refuse(value)
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        """All V `[B, Hv, S, Dv]`, read from the tiers into a new tensor; `None` while there is none."""
+        return self._materialise(1)
+
+    @values.setter
+    def values(self, value: torch.Tensor | None) -> None:
+        self._refuse(value)
+
+    def offload(self) -> None:
+        """Nothing to do: the tiers decide what stays on the accelerator."""
+
+    def prefetch(self) -> None:
+        """Nothing to do: the tiers load ahead by themselves."""
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        self._binding.check_open()
+        self._binding.manager.free_layer(self._binding.request_id, self._layer_idx)
+        self.is_initialized = False
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the newest `-tokens_to_remove` tokens.
+
+        Raises:
+            ValueError: the number is positive.
+        """
+        if tokens_to_remove > 0:
+            raise ValueError(
+                f"crop({tokens_to_remove}): pass a negative number, the newest tokens to remove, e.g. crop(-3)"
+            )
+        if tokens_to_remove and self.get_seq_length():
+            self._binding.manager.crop(self._binding.request_id, self._layer_idx, -tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Let batch row `i` be what row `beam_idx[i]` was."""
+        self._select_rows(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each batch row `repeats` times."""
+        if self.get_seq_length():
+            self._select_rows(torch.arange(self.batch_size).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep some batch rows, given by index or by a mask."""
+        if self.get_seq_length():
+            picked = indices.cpu() if isinstance(indices, torch.Tensor) else indices
+            self._select_rows(torch.arange(self.batch_size)[picked])
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of the batch; there is no such attribute before the first update."""
+        batch = self._binding.manager.batch_size(self._binding.request_id, self._layer_idx)
+        if batch is None:
+            raise AttributeError("batch_size is known after the first update")
+        return batch
+
+    def _select_rows(self, rows: torch.Tensor) -> None:
+        if self.get_seq_length():
+            self._binding.manager.select_rows(self._binding.request_id, self._layer_idx, rows.tolist())
+
+    def _materialise(self, which: int) -> torch.Tensor | None:
+        if self._binding.closed or not self.get_seq_length():
+            return None
+        positions = torch.arange(self.get_seq_length())
+        return self._binding.manager.fetch(self._binding.request_id, self._layer_idx, positions)[which]
+
+    def _refuse(self, value: torch.Tensor | None) -> None:
+        if value is not None:
+            raise AttributeError(
+                f"layer {self._layer_idx} keeps its keys and values in tiers: they cannot be assigned; "
+                "use update, crop, reset or the batch_* methods"
+            )
