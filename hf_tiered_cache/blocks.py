@@ -198,9 +198,9 @@ class BlockTable:
                 yield block_indices[first:last], run
             first = last
 
-    def fork(self, namespace: str) -> BlockTable:
+    def fork(self, namespace: str, layer_idx: int) -> BlockTable:
         """A second table over the same blocks, which the caller counts as referenced once more."""
-        twin = BlockTable(namespace, self.layer_idx)
+        twin = BlockTable(namespace, layer_idx)
         twin.blocks = list(self.blocks)
         twin._runs = list(self._runs)
         return twin

@@ -73,7 +73,7 @@ class TieredCache(DynamicCache):
         shared = manager is not None
         if manager is None:
             manager = KVCacheManager(TieredCacheConfig.from_options(cache_config, options))
-        self._binding = CacheBinding(manager, users=[int(shared)])
+        self._binding = CacheBinding(manager, len(self.layers), users=[int(shared)])
         self._given_to_generate = False
         _abandon_with(self, self._binding)
         keeps_output = bool(
@@ -108,7 +108,9 @@ class TieredCache(DynamicCache):
         twin._binding = binding
         _abandon_with(twin, binding)
         twin.layers = [
-            layer.bound_to(binding) if isinstance(layer, TieredLayer) else copy.deepcopy(layer, memo)
+            layer.bound_to(binding, layer.layer_idx)
+            if isinstance(layer, TieredLayer)
+            else copy.deepcopy(layer, memo)
             for layer in self.layers
         ]
         return twin

@@ -17,10 +17,13 @@ _request_numbers = itertools.count()
 class CacheBinding:
     """What a cache shares with its layers: the manager, and the request in it that is this cache's."""
 
-    def __init__(self, manager: KVCacheManager, users: list[int], source: CacheBinding | None = None) -> None:
+    def __init__(
+        self, manager: KVCacheManager, model_layers: int, users: list[int], source: CacheBinding | None = None
+    ) -> None:
         self.manager = manager
         self.request_id = f"cache-{next(_request_numbers)}"
         self.closed = False
+        self.next_layer_idx = model_layers
         if source is None:
             manager.allocate(self.request_id)
         else:
@@ -31,7 +34,7 @@ class CacheBinding:
 
     def fork(self) -> CacheBinding:
         self.check_open()
-        return CacheBinding(self.manager, self._users, source=self)
+        return CacheBinding(self.manager, self.next_layer_idx, self._users, source=self)
 
     def check_open(self) -> None:
         if self.closed or self.manager.closed:
@@ -55,6 +58,18 @@ class CacheBinding:
             self.manager.abandon(self.request_id)
 
 
+def _dense(states: torch.Tensor) -> torch.Tensor:
+    """The same values in memory as `torch.cat` would lay them out.
+
+    Attention rounds alike for any strides between heads and rows. The linear layer that expands latents does not:
+    it picks its kernel by them, even where they mean nothing because the dimension is 1.
+    """
+    if states.shape[0] == 1:
+        _, _, tokens, dim = states.shape
+        return states.as_strided(states.shape, (tokens * dim, tokens * dim, dim, 1))
+    return states.contiguous()
+
+
 class TieredLayer(DynamicLayer):
     """One full-attention layer whose older tokens live in the tiers.
 
@@ -63,7 +78,7 @@ class TieredLayer(DynamicLayer):
 
     Args:
         binding: the cache's manager and request.
-        layer_idx: the layer's index in the model.
+        layer_idx: under which the manager knows the layer; its index in the model, unless it is a copy.
         keeps_output: the model reads what `update` returned even after other layers were updated (KV sharing);
             such layers return tensors of their own.
     """
@@ -78,11 +93,17 @@ class TieredLayer(DynamicLayer):
         return f"TieredLayer(layer_idx={self._layer_idx})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TieredLayer:
-        raise TypeError("a TieredLayer belongs to its cache: deepcopy the TieredCache")
+        """One more layer of the same cache, with the same tokens; models that loop over layers add such layers."""
+        binding = self._binding
+        binding.check_open()
+        layer_idx = binding.next_layer_idx
+        binding.next_layer_idx += 1
+        binding.manager.fork_layer(binding.request_id, self._layer_idx, layer_idx)
+        return self.bound_to(binding, layer_idx)
 
-    def bound_to(self, binding: CacheBinding) -> TieredLayer:
-        """The same layer of another cache, whose request holds the same tokens."""
-        twin = TieredLayer(binding, self._layer_idx, self._keeps_output)
+    def bound_to(self, binding: CacheBinding, layer_idx: int) -> TieredLayer:
+        """A layer over tokens that are in the manager already, and equal to this layer's."""
+        twin = TieredLayer(binding, layer_idx, self._keeps_output)
         twin.is_initialized = self.is_initialized
         if self.is_initialized:
             twin.device, twin.dtype = self.device, self.dtype
@@ -92,6 +113,11 @@ class TieredLayer(DynamicLayer):
         """Note dtype and device; memory is taken when tokens come."""
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
+
+    @property
+    def layer_idx(self) -> int:
+        """Under which the manager knows the layer."""
+        return self._layer_idx
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -121,7 +147,11 @@ class TieredLayer(DynamicLayer):
         keys, values = self._binding.manager.update(
             self._binding.request_id, self._layer_idx, key_states, value_states
         )
-        return (keys.clone(), values.clone()) if self._keeps_output else (keys, values)
+        if self._keeps_output:
+            return keys.clone(), values.clone()
+        if keys.shape[1] == 1 and keys.shape[-1] != values.shape[-1]:  # latents (MLA)
+            return _dense(keys), _dense(values)
+        return keys, values
 
     def get_seq_length(self) -> int:
         """Tokens in the layer."""

@@ -39,8 +39,14 @@ def generation_start(frame: FrameType | None) -> GenerationStart | None:
     input_ids = frame.f_back.f_locals.get("input_ids")
     if not isinstance(model_kwargs, dict) or not isinstance(input_ids, torch.Tensor):
         return None
+    if "inputs_embeds" in model_kwargs:
+        return None
     attention_mask: Any = model_kwargs.get("attention_mask")
-    if not isinstance(attention_mask, torch.Tensor) or "inputs_embeds" in model_kwargs:
+    if isinstance(attention_mask, torch.Tensor):
+        total_tokens: Any = attention_mask.shape[-1]
+    else:  # a mask of ones is dropped, and its length noted
+        total_tokens = getattr(frame.f_locals.get("generation_config"), "_mask_length", None)
+    if not isinstance(total_tokens, int):
         return None
     mode = getattr(frame.f_locals.get("generation_mode"), "value", None)
-    return GenerationStart(attention_mask.shape[-1], input_ids.shape[1], mode == "assisted_generation")
+    return GenerationStart(total_tokens, input_ids.shape[1], mode == "assisted_generation")

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from .blocks import BlockTable
+from .errors import ConfigError
 from .window import Geometry, WindowBuffer
 
 
@@ -48,13 +50,30 @@ class LayerState:
         """Tokens of the sequence."""
         return self.window.tokens + self.sealed_tokens
 
+    def check_fits(self, new: Geometry, device: torch.device) -> None:
+        """Raise unless tokens of this shape, on this device, can follow those that are here.
+
+        Raises:
+            ConfigError: they cannot.
+        """
+        held = self.geometry
+        if held.batch != new.batch:
+            raise ConfigError(
+                f"layer {self.layer_idx} holds a batch of {held.batch}, and got one of {new.batch}. To go on from one "
+                "prompt with several rows (beams, samples), call batch_repeat_interleave on the cache first"
+            )
+        if held != new or self.window.device != device:
+            raise ConfigError(
+                f"layer {self.layer_idx} holds {held} on {self.window.device}, got {new} on {device}"
+            )
+
     def select_rows(self, rows: Sequence[int] | np.ndarray[Any, Any]) -> None:
         """Let batch row `i` be what row `rows[i]` was: moves the window, and only the row maps of the blocks."""
         index = np.asarray(rows, dtype=np.int64)
         self.window.select_rows(index)
         self.table.select_rows(index)
 
-    def fork(self, namespace: str) -> LayerState:
+    def fork(self, namespace: str, layer_idx: int) -> LayerState:
         """A second layer with the same tokens: shared blocks, which the caller counts, and a window of its own."""
-        table = self.table.fork(namespace)
-        return LayerState(self.layer_idx, self.window.copy(), table, self.sink_tokens, self.block_tokens)
+        table = self.table.fork(namespace, layer_idx)
+        return LayerState(layer_idx, self.window.copy(), table, self.sink_tokens, self.block_tokens)

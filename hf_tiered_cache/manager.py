@@ -27,9 +27,9 @@ from .window import Geometry, WindowBuffer
 class KVCacheManager:
     """Holds K and V of requests in tiers: the newest tokens on the accelerator, older blocks in storage.
 
-    A request has layers; a layer has tokens, in order, for a batch of rows. Nothing is opened before the first
-    block leaves a window. Calls are serialised by one lock; they block while storage is behind (counted as
-    stall). What went wrong in the background is raised by the next call that adds tokens, or by `flush`.
+    A request has layers; a layer has tokens, in order, for a batch of rows. Nothing is opened before the first block
+    leaves a window. Calls are serialised by one lock; they block while storage is behind (counted as stall). What
+    went wrong in the background is raised by the next call that adds tokens, or by `flush`.
 
     ```python
     with KVCacheManager(TieredCacheConfig(window_tokens=4096)) as manager:
@@ -127,8 +127,20 @@ class KVCacheManager:
             self.allocate(new_request_id, source.expected_tokens)
             twin = self._requests[new_request_id]
             for layer_idx, layer in source.layers.items():
-                self._paths.share_blocks(layer)
-                twin.layers[layer_idx] = layer.fork(twin.block_namespace(layer_idx))
+                self._paths.fork(layer, twin, layer_idx)
+
+    def fork_layer(self, request_id: Hashable, layer_id: int, new_layer_id: int) -> None:
+        """Make a second layer of a request with the tokens of the first, blocks shared. None when it has none.
+
+        Raises:
+            ConfigError: there is no such request, or the new layer exists.
+        """
+        with self._calling():
+            request = self._request(request_id)
+            if new_layer_id in request.layers:
+                raise ConfigError(f"layer {new_layer_id} of {request_id!r} exists: free_layer() it first")
+            if layer_id in request.layers:
+                self._paths.fork(request.layers[layer_id], request, new_layer_id)
 
     def free_layer(self, request_id: Hashable, layer_id: int) -> None:
         """Forget the tokens of one layer; without effect when it holds none."""
@@ -357,17 +369,7 @@ class KVCacheManager:
     def _layer(self, request_id: Hashable, layer_id: int, key: torch.Tensor, value: torch.Tensor) -> LayerState:
         """The layer to which these tensors can be appended, made if it is the first time."""
         request = self._request(request_id)
-        if key.ndim != 4 or value.ndim != 4 or key.shape[0] != value.shape[0] or key.shape[2] != value.shape[2]:
-            raise ConfigError(
-                f"layer {layer_id}: key {tuple(key.shape)} and value {tuple(value.shape)} must be [B, H, T, D] "
-                "with the same batch and the same number of tokens"
-            )
-        if key.dtype != value.dtype or key.device != value.device:
-            raise ConfigError(
-                f"layer {layer_id}: key is {key.dtype} on {key.device}, value {value.dtype} on {value.device}; "
-                "both must be the same"
-            )
-        geometry = Geometry(key.shape[0], key.shape[1], key.shape[3], value.shape[1], value.shape[3], key.dtype)
+        geometry = Geometry.of(key, value)
         layer = request.layers.get(layer_id)
         if layer is None:
             config, engine = self.config, self._resources.engine(key.device)
@@ -375,17 +377,7 @@ class KVCacheManager:
             table = BlockTable(request.block_namespace(layer_id), layer_id)
             layer = LayerState(layer_id, window, table, config.sink_tokens, config.block_tokens)
             request.layers[layer_id] = layer
-        elif layer.geometry != geometry or layer.window.device != key.device:
-            raise ConfigError(_mismatch(layer, geometry, key.device))
+        else:
+            layer.check_fits(geometry, key.device)
         request.order.observe(layer_id)
         return layer
-
-
-def _mismatch(layer: LayerState, new: Geometry, device: torch.device) -> str:
-    held = layer.geometry
-    if held.batch != new.batch:
-        return (
-            f"layer {layer.layer_idx} holds a batch of {held.batch}, and got one of {new.batch}. To go on from "
-            f"one prompt with several rows (beams, samples), call batch_repeat_interleave on the cache first"
-        )
-    return f"layer {layer.layer_idx} holds {held} on {layer.window.device}, and got {new} on {device}"

@@ -161,10 +161,11 @@ class DataPaths:
             self._resources.prefetcher.discard(layer)
         layer.select_rows(rows)
 
-    def share_blocks(self, layer: LayerState) -> None:
-        """Count one more table over this layer's sealed blocks."""
+    def fork(self, layer: LayerState, request: Request, layer_idx: int) -> None:
+        """Give a request a layer with the same tokens: shared blocks, and a window of its own."""
         if layer.table:
             self._residency.retain(layer.table.blocks)
+        request.layers[layer_idx] = layer.fork(request.block_namespace(layer_idx), layer_idx)
 
     def forget(self, layer: LayerState) -> None:
         """Give up all that a layer holds."""

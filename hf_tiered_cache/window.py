@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from .blocks import BlockLayout
+from .errors import ConfigError
 from .transfer.engine import CopyEngine
 
 # What vectorised kernels and copies like a tensor to begin at.
@@ -34,6 +35,24 @@ class Geometry:
     value_heads: int
     value_dim: int
     dtype: torch.dtype
+
+    @classmethod
+    def of(cls, key: torch.Tensor, value: torch.Tensor) -> Geometry:
+        """The geometry of these tensors.
+
+        Raises:
+            ConfigError: they are not a K and V of one layer.
+        """
+        if key.ndim != 4 or value.ndim != 4 or key.shape[0] != value.shape[0] or key.shape[2] != value.shape[2]:
+            raise ConfigError(
+                f"key {tuple(key.shape)} and value {tuple(value.shape)} must be [B, H, T, D] with the same batch and "
+                "the same number of tokens"
+            )
+        if key.dtype != value.dtype or key.device != value.device:
+            raise ConfigError(
+                f"key is {key.dtype} on {key.device}, value {value.dtype} on {value.device}: both must be the same"
+            )
+        return cls(key.shape[0], key.shape[1], key.shape[3], value.shape[1], value.shape[3], key.dtype)
 
     def layout(self, block_tokens: int) -> BlockLayout:
         """The layout of a block of this shape."""

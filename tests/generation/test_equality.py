@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from hf_tiered_cache import TieredCache
 from transformers import Cache, DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
+
+from hf_tiered_cache import TieredCache
 
 from .modes import BLOCK_TOKENS, MODES, WINDOW_TOKENS, Outcome, cache_argument, prompt
 from .zoo import ENTRIES, ZOO, model_of

@@ -77,7 +77,7 @@ def test_revisions_of_forks_do_not_meet() -> None:
     table = BlockTable("a", 0)
     for _ in range(3):
         table.seal(LAYOUT)
-    twin = table.fork("b")
+    twin = table.fork("b", 0)
     keys = {block.key for block in table.blocks}
     for one in (table, twin):
         one.truncate(1)
@@ -89,7 +89,7 @@ def test_revisions_of_forks_do_not_meet() -> None:
 def test_reordering_a_fork_leaves_the_original_alone() -> None:
     table = BlockTable("a", 0)
     table.seal(LAYOUT)
-    twin = table.fork("b")
+    twin = table.fork("b", 0)
     twin.select_rows(np.array([2, 2]))
     assert [run.rows.tolist() for _, run in table.runs([0])] == [[0, 1, 2]]
     assert [run.rows.tolist() for _, run in twin.runs([0])] == [[2, 2]]
