@@ -59,8 +59,8 @@ class LayerState:
         held = self.geometry
         if held.batch != new.batch:
             raise ConfigError(
-                f"layer {self.layer_idx} holds a batch of {held.batch}, and got one of {new.batch}. To go on from one "
-                "prompt with several rows (beams, samples), call batch_repeat_interleave on the cache first"
+                f"layer {self.layer_idx} holds a batch of {held.batch}, and got one of {new.batch}. To go on from "
+                "one prompt with several rows (beams, samples), call batch_repeat_interleave on the cache first"
             )
         if held != new or self.window.device != device:
             raise ConfigError(

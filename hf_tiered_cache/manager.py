@@ -27,9 +27,9 @@ from .window import Geometry, WindowBuffer
 class KVCacheManager:
     """Holds K and V of requests in tiers: the newest tokens on the accelerator, older blocks in storage.
 
-    A request has layers; a layer has tokens, in order, for a batch of rows. Nothing is opened before the first block
-    leaves a window. Calls are serialised by one lock; they block while storage is behind (counted as stall). What
-    went wrong in the background is raised by the next call that adds tokens, or by `flush`.
+    A request has layers; a layer has tokens, in order, for a batch of rows. Nothing is opened before the first
+    block leaves a window. Calls are serialised by one lock; they block while storage is behind (counted as
+    stall). What went wrong in the background is raised by the next call that adds tokens, or by `flush`.
 
     ```python
     with KVCacheManager(TieredCacheConfig(window_tokens=4096)) as manager:

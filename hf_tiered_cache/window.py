@@ -45,8 +45,8 @@ class Geometry:
         """
         if key.ndim != 4 or value.ndim != 4 or key.shape[0] != value.shape[0] or key.shape[2] != value.shape[2]:
             raise ConfigError(
-                f"key {tuple(key.shape)} and value {tuple(value.shape)} must be [B, H, T, D] with the same batch and "
-                "the same number of tokens"
+                f"key {tuple(key.shape)} and value {tuple(value.shape)} must be [B, H, T, D] with the same batch "
+                "and the same number of tokens"
             )
         if key.dtype != value.dtype or key.device != value.device:
             raise ConfigError(
