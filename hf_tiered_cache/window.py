@@ -83,10 +83,11 @@ class Geometry:
             (self.batch, self.key_heads, tokens, self.key_dim),
             (self.batch, self.value_heads, tokens, self.value_dim),
         )
-        keys, values = (
-            buffer[offset : offset + math.prod(shape) * self.dtype.itemsize].view(self.dtype).view(shape)
-            for offset, shape in zip((0, key_bytes), shapes, strict=True)
-        )
+        with torch.inference_mode(False):  # a change of dtype inside makes tensors that may not be mutated outside
+            keys, values = (
+                buffer[offset : offset + math.prod(shape) * self.dtype.itemsize].view(self.dtype).view(shape)
+                for offset, shape in zip((0, key_bytes), shapes, strict=True)
+            )
         return keys, values
 
     def _part_bytes(self, tokens: int) -> tuple[int, int]:
