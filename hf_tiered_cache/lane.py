@@ -10,7 +10,7 @@ from .blocks import Block, BlockTable
 from .metrics import Metrics
 from .transfer.engine import CopyEngine, Event
 from .transfer.staging import SlotRing, StagingPool
-from .transfer.worker import Worker
+from .transfer.worker import AWAITED_NICENESS, Worker
 from .window import Geometry, WindowBuffer
 from .writeback import WriteBack
 
@@ -53,7 +53,7 @@ class Lane:
         staging_blocks: int,
     ) -> None:
         self.engine = engine
-        self.worker = Worker("prefetch")
+        self.worker = Worker("prefetch", AWAITED_NICENESS)
         self.free_buffers = [
             GatherBuffer(engine.allocate(0), engine.record_compute()) for _ in range(gather_buffers)
         ]

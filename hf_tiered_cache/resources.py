@@ -23,7 +23,7 @@ from .prefetch import Prefetcher
 from .residency import Residency
 from .tiers import Tier, TierRegistry
 from .transfer.engine import CopyEngine
-from .transfer.worker import Worker
+from .transfer.worker import BACKGROUND_NICENESS, Worker
 from .workspace import PrivateDirectory, check_directory, default_base
 from .writeback import WriteBack
 
@@ -60,7 +60,7 @@ class Resources:
         self.owner_pid = os.getpid()
         self._close_lock = threading.Lock()
         self._engine_factory = engine_factory
-        self._background = Worker("write-back")
+        self._background = Worker("write-back", BACKGROUND_NICENESS)
         self._engines: dict[torch.device, CopyEngine] = {}
         self._lanes: dict[torch.device, Lane] = {}
         self._directories: list[PrivateDirectory] = []

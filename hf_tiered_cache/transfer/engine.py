@@ -22,7 +22,7 @@ import torch
 from ..blocks import as_bits
 from ..errors import UnsupportedModelError
 from ..metrics import Metrics
-from .worker import Worker
+from .worker import AWAITED_NICENESS, BACKGROUND_NICENESS, Worker
 
 Placement = Callable[[torch.Tensor], Iterable[tuple[torch.Tensor, torch.Tensor]]]
 
@@ -126,8 +126,8 @@ class CpuCopyEngine(CopyEngine):
 
     def __init__(self, device: torch.device, metrics: Metrics) -> None:
         super().__init__(device, metrics)
-        self._out = Worker("copy-out")
-        self._in = Worker("copy-in")
+        self._out = Worker("copy-out", BACKGROUND_NICENESS)
+        self._in = Worker("copy-in", AWAITED_NICENESS)
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)

@@ -10,16 +10,24 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import TypeVar
 
-# Background work yields to the model's own threads.
-_NICENESS = 5
+# How far a thread yields to the model's own. What attention will wait for yields a little, the rest much: on a
+# machine whose CPU also computes, a prefetch that yields much is late.
+AWAITED_NICENESS = 1
+BACKGROUND_NICENESS = 10
 
 T = TypeVar("T")
 
 
 class Worker:
-    """Runs tasks one after the other, in order, on a low-priority thread that starts with the first task."""
+    """Runs tasks one after the other, in order, on a low-priority thread that starts with the first task.
 
-    def __init__(self, name: str) -> None:
+    Args:
+        name: of the thread.
+        niceness: by how much its priority is lowered, on Linux.
+    """
+
+    def __init__(self, name: str, niceness: int) -> None:
+        self._niceness = niceness
         self._thread: threading.Thread | None = None
         self._executor = ThreadPoolExecutor(1, f"hf-tiered-{name}", initializer=self._enter)
 
@@ -37,4 +45,4 @@ class Worker:
         self._thread = threading.current_thread()
         if sys.platform == "linux":  # only there a thread has a priority of its own
             with suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self._niceness)
