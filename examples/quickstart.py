@@ -91,6 +91,7 @@ def main() -> None:
 
     console.print()
     console.print(comparison_table(expected, actual))
+    console.print()
     console.print(tier_table(stats))
     console.print(transfer_summary(stats))
     if actual.token_ids != expected.token_ids:
@@ -334,7 +335,7 @@ def tier_table(stats: CacheStats) -> Table:
     for heading in ("tokens", "blocks", "held", "capacity", "written", "read"):
         table.add_column(heading, justify="right")
     for name, tier in stats.tiers.items():
-        capacity = "unlimited" if tier.capacity_bytes is None else size(tier.capacity_bytes)
+        capacity = "-" if tier.capacity_bytes is None else size(tier.capacity_bytes)
         table.add_row(
             name,
             f"{tier.tokens:,.0f}",
@@ -350,11 +351,13 @@ def tier_table(stats: CacheStats) -> Table:
 def transfer_summary(stats: CacheStats) -> str:
     lookups = stats.prefetch_hits + stats.prefetch_misses
     rate = "" if stats.prefetch_hit_rate is None else f" ({stats.prefetch_hit_rate:.1%})"
+    if not lookups:
+        return "Everything fitted into the window: no storage was used.\n"
     return (
         "Tokens are per layer; blocks and bytes are over all layers; L0's traffic is with the host.\n"
         f"Prefetch was ahead of {stats.prefetch_hits:,} of {lookups:,} block reads{rate}.\n"
         f"Waited for storage {stats.stall_seconds:.2f} s: {stats.read_stall_seconds:.2f} s to read, "
-        f"{stats.write_stall_seconds:.2f} s to write. L1 was read in {stats.l1_io_mode or 'no'} mode.\n"
+        f"{stats.write_stall_seconds:.2f} s to write. L1 was read in {stats.l1_io_mode} mode.\n"
     )
 
 

@@ -28,6 +28,9 @@ _BITS_BY_ITEMSIZE: dict[int, tuple[torch.dtype, type[np.unsignedinteger[Any]]]] 
     8: (torch.int64, np.uint64),
 }
 
+# Where a block is before it is in a tier.
+STAGING = "staging"
+
 Bits = np.ndarray[Any, np.dtype[np.unsignedinteger[Any]]]
 
 
@@ -125,6 +128,11 @@ class Block:
     layout: BlockLayout
     references: int = 1
     copies: dict[str, BlockCopy] = field(default_factory=dict)
+
+    @property
+    def stored_in(self) -> str | None:
+        """The nearest tier that has it; `None` while it is only in staging. Safe to ask without the lock."""
+        return next((place for place in tuple(self.copies) if place != STAGING), None)
 
 
 class RowRun(NamedTuple):

@@ -91,6 +91,15 @@ class TieredCache(DynamicCache):
                 ", ".join(kinds),
             )
 
+    def __repr__(self) -> str:
+        tiered = sum(isinstance(layer, TieredLayer) for layer in self.layers)
+        config = self.manager.config
+        state = "closed" if self._binding.closed or self.manager.closed else f"{self.get_seq_length()} tokens"
+        return (
+            f"TieredCache({state}; {tiered} of {len(self.layers)} layers tiered; "
+            f"window_tokens={config.window_tokens}, block_tokens={config.block_tokens})"
+        )
+
     def __enter__(self) -> TieredCache:
         return self
 
@@ -142,8 +151,9 @@ class TieredCache(DynamicCache):
             )
         if cached_tokens > start.total_tokens:
             raise ConfigError(
-                f"the cache holds {cached_tokens} tokens, and the prompt with all that went before has "
-                f"{start.total_tokens}: crop({start.total_tokens - 1 - cached_tokens}) it or reset() it"
+                f"the cache holds {cached_tokens} tokens, and this call continues a sequence of "
+                f"{start.total_tokens}. For another prompt, reset() the cache or make a new one; to go back in "
+                f"this conversation, crop({start.total_tokens - 1 - cached_tokens})"
             )
         if cached_tokens == start.total_tokens:
             if not self.is_croppable:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 from dataclasses import dataclass, fields
@@ -102,6 +103,10 @@ class TieredCacheConfig:
     verify: bool | None = None
 
     def __post_init__(self) -> None:
+        for name in ("l1_path", "l2_url"):
+            path = getattr(self, name)
+            if path is not None and (not isinstance(path, (str, os.PathLike)) or not os.fspath(path)):
+                raise ConfigError(f"{name}={path!r} is not a path: give an existing directory, or None")
         for name, nothing in _NOT_YET.items():
             value = getattr(self, name)
             if value not in nothing:
@@ -111,7 +116,7 @@ class TieredCacheConfig:
         for name, minimum in (
             ("window_tokens", 1),
             ("sink_tokens", 0),
-            ("block_tokens", ATTENTION_TILE_TOKENS),
+            ("block_tokens", 1),
             ("prefetch_layers", 1),
             ("staging_blocks", 1),
         ):
@@ -119,7 +124,7 @@ class TieredCacheConfig:
         if self.block_tokens % ATTENTION_TILE_TOKENS:
             raise ConfigError(
                 f"block_tokens={self.block_tokens} is not a multiple of the attention tile of "
-                f"{ATTENTION_TILE_TOKENS} tokens: take 64, 128 or 256"
+                f"{ATTENTION_TILE_TOKENS} tokens: take 128 or 256, say"
             )
         if self.window_tokens < self.block_tokens:
             raise ConfigError(
@@ -156,8 +161,13 @@ class TieredCacheConfig:
             ConfigError: an option does not exist.
         """
         known = {field.name for field in fields(cls)}
+        if base is not None and not isinstance(base, cls):
+            raise ConfigError(f"cache_config={base!r} is not a TieredCacheConfig; single settings go as keywords")
         for name in options:
             if name not in known:
-                raise ConfigError(f"unknown setting {name!r}; the settings are {', '.join(sorted(known))}")
+                close = difflib.get_close_matches(name, known, 1)
+                usable = ", ".join(sorted(known - set(_NOT_YET)))
+                hint = f"did you mean {close[0]!r}?" if close else f"the settings are {usable}"
+                raise ConfigError(f"unknown setting {name!r}: {hint}")
         inherited = {} if base is None else {name: getattr(base, name) for name in known}
         return cls(**(inherited | options))

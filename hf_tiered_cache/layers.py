@@ -50,6 +50,10 @@ class LayerState:
         """Tokens of the sequence."""
         return self.window.tokens + self.sealed_tokens
 
+    def tokens_in(self, place: str) -> int:
+        """Tokens in sealed blocks whose nearest stored copy is in this tier."""
+        return sum(block.stored_in == place for block in self.table.blocks) * self.block_tokens
+
     def check_fits(self, new: Geometry, device: torch.device) -> None:
         """Raise unless tokens of this shape, on this device, can follow those that are here.
 
@@ -64,7 +68,8 @@ class LayerState:
             )
         if held != new or self.window.device != device:
             raise ConfigError(
-                f"layer {self.layer_idx} holds {held} on {self.window.device}, got {new} on {device}"
+                f"layer {self.layer_idx} holds {held} on {self.window.device}, got {new} on {device}. "
+                "For another model take another cache, or reset() this one"
             )
 
     def select_rows(self, rows: Sequence[int] | np.ndarray[Any, Any]) -> None:

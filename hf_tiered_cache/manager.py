@@ -314,7 +314,7 @@ class KVCacheManager:
             for name, configured in (("L1", self.config.l1_capacity_bytes), ("L2", None)):
                 tier = self._resources.tiers.get(name)
                 tiers[name] = TierStats(
-                    tokens=(tier.blocks if tier else 0) * self.config.block_tokens * share,
+                    tokens=sum(layer.tokens_in(name) for layer in layers) * share,
                     blocks=tier.blocks if tier else 0,
                     bytes=tier.used_bytes if tier else 0,
                     capacity_bytes=tier.capacity_bytes if tier else configured,

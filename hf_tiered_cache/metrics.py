@@ -16,9 +16,10 @@ class TierStats:
     """What one tier holds, and what went in and out since the start.
 
     Args:
-        tokens: tokens held, as the mean over the tiered layers.
+        tokens: tokens held, as the mean over the tiered layers of all caches that share the manager.
         blocks: blocks held, over all layers.
-        bytes: bytes occupied (L0: every tensor that the package allocated on the accelerator).
+        bytes: bytes occupied: of L0 every tensor that the package allocated on the accelerator, of L1 whole
+            blocks of the file system, of L2 before compression.
         capacity_bytes: the limit on `bytes`, `None` when there is none.
         bytes_written, bytes_read: traffic since the start. L0's is what was copied to and from the host.
     """
@@ -72,11 +73,11 @@ class CacheStats:
         return self.prefetch_hits / loads if loads else None
 
     def __str__(self) -> str:
-        rows = [f"{'tier':<5}{'tokens':>10}{'blocks':>9}{'held':>12}{'limit':>12}{'written':>12}{'read':>12}"]
+        rows = [f"{'tier':<5}{'tokens':>10}{'blocks':>9}{'held':>12}{'capacity':>12}{'written':>12}{'read':>12}"]
         for name, tier in self.tiers.items():
-            limit = "-" if tier.capacity_bytes is None else format_bytes(tier.capacity_bytes)
+            capacity = "-" if tier.capacity_bytes is None else format_bytes(tier.capacity_bytes)
             rows.append(
-                f"{name:<5}{tier.tokens:>10,.0f}{tier.blocks:>9,}{format_bytes(tier.bytes):>12}{limit:>12}"
+                f"{name:<5}{tier.tokens:>10,.0f}{tier.blocks:>9,}{format_bytes(tier.bytes):>12}{capacity:>12}"
                 f"{format_bytes(tier.bytes_written):>12}{format_bytes(tier.bytes_read):>12}"
             )
         rate = self.prefetch_hit_rate
@@ -85,6 +86,7 @@ class CacheStats:
             f"prefetch hits {'-' if rate is None else f'{rate:.1%}'}; "
             f"stalls {self.read_stall_seconds:.2f} s reading, {self.write_stall_seconds:.2f} s writing"
         )
+        rows.append("(tokens per layer; blocks and bytes over all layers; L0's traffic is with the host)")
         return "\n".join(rows)
 
 

@@ -92,7 +92,7 @@ class DataPaths:
             return layer.window.views()
         lane = self._lane(layer)
         old_tokens, tokens = layer.tokens, layer.tokens + key.shape[2]
-        load = self._prefetcher.begin(layer, lane, self._buffer_tokens(request, tokens))
+        load = self._prefetcher.begin(layer, lane, request.namespace, self._buffer_tokens(request, tokens))
         try:
             self._prefetch_following(request, layer)
         except BaseException:
@@ -200,7 +200,7 @@ class DataPaths:
             following = request.layers.get(layer_idx)
             if following is None or not following.table or (following is layer and not with_itself):
                 continue
-            if not self._lane(following).free_buffers:
+            if not self._prefetcher.has_room(self._lane(following), request.namespace):
                 return
             self._start_load(request, following, range(len(following.table)))
 
@@ -208,7 +208,7 @@ class DataPaths:
         if not block_indices:
             return False
         tokens = self._buffer_tokens(request, layer.tokens)
-        return self._prefetcher.start(layer, self._lane(layer), block_indices, tokens)
+        return self._prefetcher.start(layer, self._lane(layer), request.namespace, block_indices, tokens)
 
     def _window_index(self, layer: LayerState, positions: Positions) -> torch.Tensor:
         """Positions outside the sealed blocks as `WindowBuffer.select_tokens` counts them."""

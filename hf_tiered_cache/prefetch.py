@@ -79,6 +79,7 @@ class Load:
 
     layer: LayerState
     lane: Lane
+    owner: str
     buffer: GatherBuffer
     capacity_tokens: int
     rows_version: int
@@ -103,18 +104,29 @@ class Prefetcher:
         self._metrics = metrics
         self._loads: dict[LayerState, Load] = {}
 
-    def start(self, layer: LayerState, lane: Lane, block_indices: Sequence[int], tokens: int) -> bool:
-        """Begin to load blocks of a layer ahead of time, if a buffer is free and no load of it is under way.
+    def has_room(self, lane: Lane, owner: str) -> bool:
+        """Whether `start` would find a buffer for a request."""
+        return bool(lane.free_buffers) or self._last_load(lane, besides=owner) is not None
+
+    def start(self, layer: LayerState, lane: Lane, owner: str, block_indices: Sequence[int], tokens: int) -> bool:
+        """Begin to load blocks of a layer ahead of time, unless a load of it is under way or there is no buffer.
+
+        Loads of other requests give way: what they looked ahead for may be long in coming.
 
         Args:
             layer, lane: the layer, and its device's lane.
+            owner: the request.
             block_indices: ascending.
             tokens: room that the buffer should have; more is made when it turns out to be needed.
         """
-        if layer in self._loads or not lane.free_buffers or not block_indices:
+        if layer in self._loads or not block_indices or not self.has_room(lane, owner):
             return False
+        if not lane.free_buffers:
+            rival = self._last_load(lane, besides=owner)
+            assert rival is not None
+            self.discard(rival)
         try:
-            load = self._new_load(layer, lane, tokens)
+            load = self._new_load(layer, lane, owner, tokens)
         except torch.OutOfMemoryError:
             logger.debug("no memory to load layer %d ahead of time", layer.layer_idx)
             return False
@@ -122,7 +134,7 @@ class Prefetcher:
         self._loads[layer] = load
         return True
 
-    def begin(self, layer: LayerState, lane: Lane, tokens: int) -> Load:
+    def begin(self, layer: LayerState, lane: Lane, owner: str, tokens: int) -> Load:
         """Make sure that all sealed blocks of a layer are being loaded; the caller passes the load to `finish`.
 
         What was started before counts as prefetched. If every buffer is taken by loads for other layers, one
@@ -136,8 +148,10 @@ class Prefetcher:
             load = None
         if load is None:
             if not lane.free_buffers:
-                self.discard(self._farthest(lane))
-            load = self._new_load(layer, lane, tokens)
+                rival = self._last_load(lane, besides=owner) or self._last_load(lane)
+                assert rival is not None, "buffers are free, in use, or of a load"
+                self.discard(rival)
+            load = self._new_load(layer, lane, owner, tokens)
         # A crop, or a seal since, may have changed blocks after the load began.
         missing = [index for index, block in enumerate(blocks) if load.loaded.get(index) is not block]
         self._metrics.count(prefetch_misses=len(missing), prefetch_hits=len(blocks) - len(missing))
@@ -208,7 +222,7 @@ class Prefetcher:
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Read blocks into a buffer of their own that lives as long as the context."""
         buffer = GatherBuffer(lane.engine.allocate(0), lane.engine.record_compute())
-        load = self._load_into(buffer, layer, lane, len(block_indices) * layer.block_tokens)
+        load = self._load_into(buffer, layer, lane, "", len(block_indices) * layer.block_tokens)
         starts = [position * layer.block_tokens for position in range(len(block_indices))]
         self._submit(load, block_indices, starts)
         try:
@@ -226,18 +240,18 @@ class Prefetcher:
             return None
         return load
 
-    def _new_load(self, layer: LayerState, lane: Lane, tokens: int) -> Load:
+    def _new_load(self, layer: LayerState, lane: Lane, owner: str, tokens: int) -> Load:
         buffer = lane.free_buffers.pop()
         try:
-            return self._load_into(buffer, layer, lane, tokens)
+            return self._load_into(buffer, layer, lane, owner, tokens)
         except BaseException:  # out of memory, say
             lane.free_buffers.append(buffer)
             raise
 
-    def _load_into(self, buffer: GatherBuffer, layer: LayerState, lane: Lane, tokens: int) -> Load:
+    def _load_into(self, buffer: GatherBuffer, layer: LayerState, lane: Lane, owner: str, tokens: int) -> Load:
         capacity_tokens = lane.fit(buffer, layer.geometry, tokens)
         keys, values = layer.geometry.carve(buffer.storage, capacity_tokens)
-        return Load(layer, lane, buffer, capacity_tokens, layer.table.rows_version, keys, values)
+        return Load(layer, lane, owner, buffer, capacity_tokens, layer.table.rows_version, keys, values)
 
     def _grow(self, load: Load, tokens: int) -> None:
         """Move what was loaded to a larger buffer: more tokens came at once than were expected."""
@@ -302,8 +316,10 @@ class Prefetcher:
         if load.tasks:
             load.tasks[-1].add_done_callback(lambda _: self._residency.release(load.referenced))
 
-    def _farthest(self, lane: Lane) -> LayerState:
-        return [layer for layer, load in self._loads.items() if load.lane is lane][-1]
+    def _last_load(self, lane: Lane, besides: str | None = None) -> LayerState | None:
+        """The layer of this lane whose load began last, not counting those of one request."""
+        layers = [layer for layer, load in self._loads.items() if load.lane is lane and load.owner != besides]
+        return layers[-1] if layers else None
 
 
 @dataclass(frozen=True)

@@ -15,15 +15,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 
-from .blocks import Bits, Block, BlockCopy, BlockKey
+from .blocks import STAGING, Bits, Block, BlockCopy, BlockKey
 from .errors import TierError
 from .eviction import EvictionPolicy
 from .metrics import Metrics
 from .tiers import Tier, TierIO
 from .transfer.staging import StagingSlot
 from .transfer.worker import Worker
-
-STAGING = "staging"
 
 
 class Residency:

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from .config import TieredCacheConfig
+from .errors import TierError
 from .eviction import make_eviction_policy
 from .lane import Lane
 from .metrics import Metrics
@@ -94,6 +95,13 @@ class Resources:
         return self._lanes[device]
 
     def _open_tiers(self) -> WriteBack:
+        global _storage_pid
+        if _storage_pid not in (None, os.getpid()):
+            raise TierError(
+                "this process was forked from one whose caches use storage, which tensorstore does not survive: "
+                "start it with multiprocessing's 'spawn' or 'forkserver'"
+            )
+        _storage_pid = os.getpid()
         _open_resources.add(self)
         config = self.config
         if config.l1_capacity_bytes != 0:
@@ -140,6 +148,9 @@ class Resources:
         neither take a lock nor wait for a thread (so not even `threading` may start this one)."""
         _thread.start_new_thread(self.close, ())
 
+
+# The process in which storage was first used.
+_storage_pid: int | None = None
 
 _open_resources: weakref.WeakSet[Resources] = weakref.WeakSet()
 

@@ -50,7 +50,8 @@ class Geometry:
             )
         if key.dtype != value.dtype or key.device != value.device:
             raise ConfigError(
-                f"key is {key.dtype} on {key.device}, value {value.dtype} on {value.device}: both must be the same"
+                f"key is {key.dtype} on {key.device}, value {value.dtype} on {value.device}: both must be the "
+                "same. torch.autocast makes them differ; load the model in one dtype instead"
             )
         return cls(key.shape[0], key.shape[1], key.shape[3], value.shape[1], value.shape[3], key.dtype)
 

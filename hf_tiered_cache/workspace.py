@@ -29,6 +29,7 @@ _PREFIX = "hf-tiered-"
 _ENVIRONMENT = "HF_TIERED_CACHE_DIR"
 # A younger lock without a directory may belong to a process that is just about to make one.
 _STALE_LOCK_SECONDS = 60.0
+_LOCK_TIMEOUT_SECONDS = 5.0
 
 
 def default_base() -> Path:
@@ -81,7 +82,8 @@ class PrivateDirectory:
             # Held before there is a directory, so that a sweep never meets one without an owner. Released by
             # whichever thread runs the finalizer, so it must not belong to this one.
             self._lock = FileLock(_lock_path(self.path), thread_local=False)
-            self._lock.acquire()
+            # Nobody else knows this name: what is not granted at once never will be.
+            self._lock.acquire(timeout=_LOCK_TIMEOUT_SECONDS)
             self.path.mkdir(mode=0o700)
         except OSError as error:
             raise TierError(f"cannot make a private directory below {base}: {error}") from error

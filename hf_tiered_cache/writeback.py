@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .blocks import Block, BlockCopy
+from .blocks import STAGING, Block, BlockCopy
 from .errors import TierError, TierFullError, TierReadError
 from .metrics import Metrics
-from .residency import STAGING, Residency
+from .residency import Residency
 from .tiers import Tier, TierIO
 from .transfer.engine import Event
 from .transfer.staging import StagingPool, StagingSlot

@@ -38,6 +38,8 @@ def test_nonsense_sizes(size: object) -> None:
         ({"l1_capacity": "many"}, "l1_capacity"),
         ({"l1_capacity": 0}, "l2_url"),
         ({"l1_io_mode": "fast"}, "l1_io_mode"),
+        ({"l1_path": 5}, "l1_path"),
+        ({"l2_url": ""}, "l2_url"),
         ({"mode": "selective"}, "mode"),
         ({"l2_url": "s3://bucket/path"}, "l2_url"),
         ({"host_capacity": "8GiB"}, "not available yet"),
@@ -64,8 +66,13 @@ def test_options_override_the_object() -> None:
         window_tokens=1024, block_tokens=64
     )
     assert TieredCacheConfig.from_options(None, {}) == TieredCacheConfig()
-    with pytest.raises(ConfigError, match=r"window_token.*window_tokens"):
+    with pytest.raises(ConfigError, match=r"'window_token': did you mean 'window_tokens'"):
         TieredCacheConfig.from_options(None, {"window_token": 1024})
+
+
+def test_settings_as_a_dict_are_refused() -> None:
+    with pytest.raises(ConfigError, match="as keywords"):
+        TieredCacheConfig.from_options({"window_tokens": 64}, {})  # type: ignore[arg-type]
 
 
 def test_settings_are_frozen() -> None:

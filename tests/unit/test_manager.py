@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -162,6 +165,80 @@ def test_nothing_is_opened_while_everything_fits(cache_directory: Path) -> None:
         assert list(cache_directory.iterdir()) == []
         manager.append("a", 0, *random_kv(1))
         assert len(list(cache_directory.glob("hf-tiered-*.lock"))) == 1
+
+
+def test_lookahead_of_an_idle_request_gives_way() -> None:
+    """A copy that generates while its original waits is prefetched like any other."""
+    with KVCacheManager(TieredCacheConfig(**SETTINGS)) as manager:
+        manager.allocate("original")
+        for _ in range(2):
+            for layer_id in range(6):
+                manager.update("original", layer_id, *random_kv(100))
+        manager.fork("original", "copy")
+        before = manager.stats()
+        for _ in range(10):
+            for layer_id in range(6):
+                manager.update("copy", layer_id, *random_kv(1))
+        after = manager.stats()
+        hits = after.prefetch_hits - before.prefetch_hits
+        misses = after.prefetch_misses - before.prefetch_misses
+        assert hits > 10 * misses
+
+
+def test_tiers_add_up_after_a_fork() -> None:
+    with KVCacheManager(TieredCacheConfig(**SETTINGS)) as manager:
+        manager.allocate("a")
+        for layer_id in range(3):
+            manager.append("a", layer_id, *random_kv(300))
+        manager.flush()
+        for requests in ("a", "b"):
+            stats = manager.stats()
+            assert sum(tier.tokens for tier in stats.tiers.values()) == stats.sequence_tokens == 300, requests
+            if requests == "a":
+                manager.fork("a", "b")
+
+
+_FORK = """
+import os, sys, warnings
+warnings.simplefilter("ignore")
+from pathlib import Path
+import torch
+from hf_tiered_cache import CacheClosedError, KVCacheManager, TieredCacheConfig, TierError
+
+def tokens(count):
+    return torch.randn(1, 2, count, 8), torch.randn(1, 2, count, 8)
+
+settings = TieredCacheConfig(window_tokens=32, block_tokens=16)
+with KVCacheManager(settings) as manager:
+    manager.allocate("a")
+    manager.append("a", 0, *tokens(100))
+    child = os.fork()
+    if child == 0:
+        seen = []
+        try:
+            manager.append("a", 0, *tokens(1))
+        except CacheClosedError as error:
+            seen.append(str(error))
+        try:
+            own = KVCacheManager(settings)
+            own.allocate("a")
+            own.append("a", 0, *tokens(100))
+        except TierError as error:
+            seen.append(str(error))
+        Path(sys.argv[1]).write_text("\\n".join(seen))
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    manager.append("a", 0, *tokens(100))
+    manager.flush()
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_forked_child_is_told(tmp_path: Path) -> None:
+    """tensorstore would abort it; it must hear why, with its parent's cache and with one of its own."""
+    subprocess.run([sys.executable, "-c", _FORK, str(tmp_path / "seen")], check=True, timeout=120)
+    first, second = (tmp_path / "seen").read_text().splitlines()
+    assert "parent process" in first and "spawn" in second
 
 
 def test_bad_calls_change_nothing() -> None:

@@ -86,6 +86,13 @@ def test_bad_directories(tmp_path: Path) -> None:
         PrivateDirectory(tmp_path / "file")
 
 
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a directory in which nothing can be made")
+def test_directory_that_takes_no_files_is_an_error_not_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_tiered_cache.workspace._LOCK_TIMEOUT_SECONDS", 0.2)
+    with pytest.raises(TierError, match="cannot make a private directory"):
+        PrivateDirectory(Path("/proc"))
+
+
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write anywhere")
 def test_unwritable_directory(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
