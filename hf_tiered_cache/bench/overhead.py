@@ -61,10 +61,15 @@ def run(arguments: argparse.Namespace) -> None:
     for name, options in cases.items():
         ratios, prefill_ratios, stall_shares = [], [], []
         for pair in range(arguments.pairs + 1):
-            peer = _run_once(model, input_ids, arguments.steps, DynamicCache(config=config))
-            with TieredCache(config=config, **options) as cache:
-                own = _run_once(model, input_ids, arguments.steps, cache)
-                stall = cache.stats().read_stall_seconds
+            runs = {}
+            for side in ("peer", "own") if pair % 2 else ("own", "peer"):  # neither is always the second
+                if side == "peer":
+                    runs[side] = _run_once(model, input_ids, arguments.steps, DynamicCache(config=config))
+                    continue
+                with TieredCache(config=config, **options) as cache:
+                    runs[side] = _run_once(model, input_ids, arguments.steps, cache)
+                    stall = cache.stats().read_stall_seconds
+            own, peer = runs["own"], runs["peer"]
             assert torch.equal(own["tokens"], peer["tokens"]), "the outputs differ"
             if pair:  # the first pair warms up
                 ratios.append(own["step_seconds"] / peer["step_seconds"])
