@@ -175,11 +175,6 @@ class BlockTable:
         self.blocks.append(block)
         return block
 
-    def unseal(self) -> Block:
-        """Take back the newest block, as if it had never been sealed."""
-        (block,) = self.truncate(len(self.blocks) - 1)
-        return block
-
     def truncate(self, keep_blocks: int) -> list[Block]:
         """Drop all blocks from `keep_blocks` on and return them; the caller gives up their references."""
         dropped = self.blocks[keep_blocks:]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .blocks import Block, BlockTable
+from .blocks import BlockTable
 from .metrics import Metrics
 from .transfer.engine import CopyEngine, Event
 from .transfer.staging import SlotRing, StagingPool
@@ -76,7 +76,7 @@ class Lane:
         )
         self._buffer_in_use: GatherBuffer | None = None
 
-    def seal_oldest(self, window: WindowBuffer, table: BlockTable, block_tokens: int) -> Block:
+    def seal_oldest(self, window: WindowBuffer, table: BlockTable, block_tokens: int) -> None:
         """Move the window's oldest block into the table and start its way to storage.
 
         Blocks only while all staging slots are in use, which is counted as a stall.
@@ -99,11 +99,9 @@ class Lane:
             slot.pool.release(slot)
             raise
         self._pack.busy_until(event)
-        block = table.seal(layout)
-        self._write_back.add(block, slot, event)
+        self._write_back.add(table.seal(layout), slot, event)
         window.drop_oldest_block()
         self._metrics.count(blocks_sealed=1, L0_read=layout.nbytes)
-        return block
 
     def fit(self, buffer: GatherBuffer, geometry: Geometry, tokens: int) -> int:
         """Give a free buffer room for `tokens`, losing its content. Returns the tokens it has room for."""

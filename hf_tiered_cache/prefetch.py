@@ -144,7 +144,7 @@ class Prefetcher:
         blocks = layer.table.blocks
         load = self._take(layer)
         if load is not None and load.capacity_tokens < layer.sink_tokens + layer.sealed_tokens:
-            self._let_go(load)
+            self.cancel(load)
             load = None
         if load is None:
             if not lane.free_buffers:
@@ -171,7 +171,7 @@ class Prefetcher:
             if load.capacity_tokens < tokens:
                 self._grow(load, tokens)
         except BaseException:
-            self._let_go(load)
+            self.cancel(load)
             raise
         self._residency.release(load.referenced)
         load.lane.use(load.buffer)
@@ -201,20 +201,16 @@ class Prefetcher:
                 lane.release_used()
             return
         if load is not None:
-            self._let_go(load)
+            self.cancel(load)
         self._metrics.count(prefetch_misses=len(block_indices))
         with self._side_by_side(layer, lane, block_indices) as (keys, values):
             yield keys, values, lambda offsets: _compact(offsets, block_indices, layer.block_tokens)
-
-    def cancel(self, load: Load) -> None:
-        """The caller of `begin` will not call `finish`."""
-        self._let_go(load)
 
     def discard(self, layer: LayerState) -> None:
         """Forget the load of a layer, if there is one: its rows are changing or it goes away."""
         load = self._loads.pop(layer, None)
         if load is not None:
-            self._let_go(load)
+            self.cancel(load)
 
     @contextmanager
     def _side_by_side(
@@ -236,7 +232,7 @@ class Prefetcher:
         """The load of a layer that was started ahead of time, unless rows have changed since."""
         load = self._loads.pop(layer, None)
         if load is not None and load.rows_version != layer.table.rows_version:
-            self._let_go(load)
+            self.cancel(load)
             return None
         return load
 
@@ -309,7 +305,8 @@ class Prefetcher:
         # Not only of this load's copies: one that was cancelled may still be writing to the same buffer.
         return lane.engine.record_copy_in()
 
-    def _let_go(self, load: Load) -> None:
+    def cancel(self, load: Load) -> None:
+        """Nobody will `finish` this load."""
         load.cancelled = True
         # The prefetch thread works in order: whatever it still does here comes before the buffer's next load.
         load.lane.give_back(load.buffer)

@@ -6,14 +6,12 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import tensorstore as ts
 import torch
 
 from hf_tiered_cache.blocks import Bits, BlockKey, BlockLayout
-from hf_tiered_cache.config import TieredCacheConfig
 from hf_tiered_cache.metrics import Metrics
 from hf_tiered_cache.tiers import NvmeTier, register_tier
 from hf_tiered_cache.transfer.engine import CpuCopyEngine, Event
@@ -77,9 +75,6 @@ FAULTS = Faults()
 @register_tier("faulty")
 class FaultyTier(NvmeTier):
     """An L1 that fails, or waits, as `FAULTS` says, with the messages that tensorstore would give."""
-
-    def __init__(self, name: str, root: Path, capacity_bytes: int | None, config: TieredCacheConfig) -> None:
-        super().__init__(name, root, capacity_bytes, config)
 
     def _start_write(self, key: BlockKey, layout: BlockLayout, source: Bits) -> Sequence[ts.WriteFutures]:
         FAULTS.writes += 1

@@ -1,6 +1,6 @@
 """L1: uncompressed blocks on local storage, one tensorstore array per layer, one chunk per block.
 
-    <root>/L003.rows1/c.<slot>.0.0        [slots, rows, row_elements], chunk [1, rows, row_elements]
+    <root>/L003.<n>.rows1/c.<slot>.0.0    [slots, rows, row_elements], chunk [1, rows, row_elements]
 
 Chunk size, alignment and io modes follow measurements recorded in docs/decisions.md.
 """

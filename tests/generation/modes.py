@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from packaging.version import Version
 from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
-from .zoo import TRANSFORMERS_VERSION, VOCABULARY
+from ..models import CACHE_NAME as CACHE_ARGUMENT
+from .zoo import VOCABULARY
 
 WINDOW_TOKENS = 32
 BLOCK_TOKENS = 16
@@ -22,8 +22,6 @@ PROMPT_TOKENS = 100
 NEW_TOKENS = 24
 
 CacheFactory = Callable[[PreTrainedConfig], Cache]
-
-CACHE_ARGUMENT = "cache" if Version("5.24.0.dev0") <= TRANSFORMERS_VERSION else "past_key_values"
 """The name under which `forward` and `generate` take a cache; 5.24 renamed it."""
 
 

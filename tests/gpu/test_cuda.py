@@ -11,7 +11,6 @@ import torch
 from transformers import DynamicCache
 
 from hf_tiered_cache import KVCacheManager, TieredCache, TieredCacheConfig
-from hf_tiered_cache.metrics import Metrics
 from hf_tiered_cache.transfer.engine import CudaCopyEngine
 
 from ..fakes import POISON, pieces, random_kv
@@ -28,9 +27,6 @@ _DELAY_CYCLES = 2_000_000
 
 class LateCudaEngine(CudaCopyEngine):
     """Copies start late on their streams, and what is free is poisoned on the stream that frees it."""
-
-    def __init__(self, device: torch.device, metrics: Metrics) -> None:
-        super().__init__(device, metrics)
 
     def recycled(self, buffer: torch.Tensor) -> None:
         buffer.fill_(POISON)
