@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import sys
 import weakref
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
+from .attention import enable_streaming
 from .cache_layer import CacheBinding, TieredLayer
 from .config import TieredCacheConfig
 from .continuation import GenerationStart, generation_start
@@ -73,7 +75,7 @@ class TieredCache(DynamicCache):
         shared = manager is not None
         if manager is None:
             manager = KVCacheManager(TieredCacheConfig.from_options(cache_config, options))
-        self._binding = CacheBinding(manager, len(self.layers), users=[int(shared)])
+        self._binding = CacheBinding(manager, text_config, len(self.layers), users=[int(shared)])
         self._given_to_generate = False
         _abandon_with(self, self._binding)
         keeps_output = bool(
@@ -90,6 +92,35 @@ class TieredCache(DynamicCache):
                 text_config.model_type,
                 ", ".join(kinds),
             )
+
+    @classmethod
+    def for_model(
+        cls,
+        model: PreTrainedModel,
+        *,
+        cache_config: TieredCacheConfig | None = None,
+        manager: KVCacheManager | None = None,
+        **options: Any,
+    ) -> TieredCache:
+        """A cache for a model whose attention takes old tokens part by part, where the model allows it.
+
+        Then accelerator memory does not depend on the length of the context: not even one layer of it is there as a
+        whole. This calls `model.set_attn_implementation("tiered")`, which stays set; the model works with other
+        caches all the same. A model that is not known to allow it is left as it is, and its layers are brought
+        together one by one for its own attention; a warning says so, once per kind of model.
+
+        Args:
+            model: a causal language model of transformers.
+            cache_config, manager, options: as for `TieredCache`.
+
+        Raises:
+            ConfigError: as for `TieredCache`.
+            UnsupportedModelError: as for `TieredCache`.
+        """
+        cache = cls(config=model.config, cache_config=cache_config, manager=manager, **options)
+        if not enable_streaming(model):
+            _say_once_that_layers_are_gathered(model.config.get_text_config(decoder=True).model_type)
+        return cache
 
     def __repr__(self) -> str:
         tiered = sum(isinstance(layer, TieredLayer) for layer in self.layers)
@@ -186,6 +217,7 @@ class TieredCache(DynamicCache):
             raise UnsupportedModelError(
                 f"the model updates layer {layer_idx}, and its config describes {len(self.layers)} layers"
             )
+        self._binding.check_consumed()
         keys, values = self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
         return keys, values
 
@@ -207,6 +239,15 @@ class TieredCache(DynamicCache):
     def close(self) -> None:
         """End threads and remove what was written. Blocks briefly. May be called twice."""
         self._binding.close()
+
+
+@functools.cache
+def _say_once_that_layers_are_gathered(model_type: str) -> None:
+    logger.warning(
+        "%s is not known to work with streaming attention: each layer's keys and values are gathered on the accelerator "
+        "while it computes",
+        model_type,
+    )
 
 
 def _abandon_with(cache: TieredCache, binding: CacheBinding) -> None:

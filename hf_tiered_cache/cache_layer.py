@@ -6,8 +6,10 @@ import itertools
 from typing import Any
 
 import torch
+from transformers import PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 
+from .attention import TIERED, PendingAttention, can_stream
 from .errors import CacheClosedError, UnsupportedModelError
 from .manager import KVCacheManager
 
@@ -15,30 +17,64 @@ _request_numbers = itertools.count()
 
 
 class CacheBinding:
-    """What a cache shares with its layers: the manager, and the request in it that is this cache's."""
+    """What a cache shares with its layers: the manager, and the request in it that is this cache's.
+
+    Args:
+        manager: holds the tokens.
+        text_config: of the model; says which attention it uses.
+        model_layers: how many layers it has.
+        users: one number shared by all caches that deepcopy made of one; the last to close closes the manager.
+        source: the cache that this one copies.
+    """
 
     def __init__(
-        self, manager: KVCacheManager, model_layers: int, users: list[int], source: CacheBinding | None = None
+        self,
+        manager: KVCacheManager,
+        text_config: PreTrainedConfig,
+        model_layers: int,
+        users: list[int],
+        source: CacheBinding | None = None,
     ) -> None:
         self.manager = manager
         self.request_id = f"cache-{next(_request_numbers)}"
         self.closed = False
         self.next_layer_idx = model_layers
+        self.pending: PendingAttention | None = None
         if source is None:
             manager.allocate(self.request_id)
         else:
             manager.fork(source.request_id, self.request_id)
-        # One number shared by all caches that deepcopy made of one; the last to close closes the manager.
+        self._text_config = text_config
         self._users = users
         self._users[0] += 1
 
     def fork(self) -> CacheBinding:
         self.check_open()
-        return CacheBinding(self.manager, self.next_layer_idx, self._users, source=self)
+        self.check_consumed()
+        return CacheBinding(self.manager, self._text_config, self.next_layer_idx, self._users, source=self)
+
+    @property
+    def streaming(self) -> bool:
+        """Whether the model's attention takes old tokens part by part."""
+        config = self._text_config
+        return config._attn_implementation == TIERED and can_stream(config)
 
     def check_open(self) -> None:
         if self.closed or self.manager.closed:
             raise CacheClosedError("this cache is closed: make a new TieredCache")
+
+    def check_consumed(self) -> None:
+        """Raise if an attention function did not take what the last update left to it.
+
+        Raises:
+            UnsupportedModelError: it did not: its result is wrong, and the tokens are lost.
+        """
+        if self.pending is not None and not self.pending.consumed:
+            raise UnsupportedModelError(
+                f'layer {self.pending.layer_idx} did not pass its keys and values on to the "tiered" attention as the '
+                "cache returned them, so its last output is wrong and its tokens are lost. Call "
+                'model.set_attn_implementation("sdpa"), reset() the cache, and start again; please report the model'
+            )
 
     def close(self) -> None:
         if self.closed:
@@ -122,7 +158,7 @@ class TieredLayer(DynamicLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append tokens and return all K and V of the layer.
+        """Append tokens and return all K and V of the layer, or leave both to the `"tiered"` attention.
 
         Args:
             key_states: `[B, Hk, T, Dk]`.
@@ -130,7 +166,8 @@ class TieredLayer(DynamicLayer):
 
         Returns:
             K `[B, Hk, S, Dk]` and V `[B, Hv, S, Dv]`; read them before the next layers' updates, and do not
-            write to them.
+            write to them. When the model streams and not all is in the window: the new tokens, marked as a
+            `PendingAttention`, which adds them.
 
         Raises:
             UnsupportedModelError: gradients are being recorded.
@@ -144,9 +181,15 @@ class TieredLayer(DynamicLayer):
             )
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        keys, values = self._binding.manager.update(
-            self._binding.request_id, self._layer_idx, key_states, value_states
-        )
+        binding, manager = self._binding, self._binding.manager
+        if (
+            binding.streaming
+            and not self._keeps_output
+            and manager.overflows(binding.request_id, self._layer_idx, key_states.shape[2])
+        ):
+            binding.pending = PendingAttention(manager, binding.request_id, self._layer_idx)
+            return binding.pending.mark(key_states, value_states)
+        keys, values = manager.update(binding.request_id, self._layer_idx, key_states, value_states)
         if self._keeps_output:
             return keys.clone(), values.clone()
         if keys.shape[1] == 1 and keys.shape[-1] != values.shape[-1]:  # latents (MLA)
@@ -185,6 +228,7 @@ class TieredLayer(DynamicLayer):
     def reset(self) -> None:
         """Forget all tokens."""
         self._binding.check_open()
+        self._binding.pending = None
         self._binding.manager.free_layer(self._binding.request_id, self._layer_idx)
         self.is_initialized = False
 
@@ -198,6 +242,7 @@ class TieredLayer(DynamicLayer):
             raise ValueError(
                 f"crop({tokens_to_remove}): pass a negative number, the newest tokens to remove, e.g. crop(-3)"
             )
+        self._binding.check_consumed()
         if tokens_to_remove and self.get_seq_length():
             self._binding.manager.crop(self._binding.request_id, self._layer_idx, -tokens_to_remove)
 
@@ -225,6 +270,7 @@ class TieredLayer(DynamicLayer):
         return batch
 
     def _select_rows(self, rows: torch.Tensor) -> None:
+        self._binding.check_consumed()
         if self.get_seq_length():
             self._binding.manager.select_rows(self._binding.request_id, self._layer_idx, rows.tolist())
 

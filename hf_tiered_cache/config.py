@@ -63,6 +63,10 @@ class TieredCacheConfig:
         block_tokens: tokens per block, a multiple of 16. A block is the unit of every transfer.
         prefetch_layers: how many layers ahead the old blocks are loaded. Each costs one buffer of a whole
             layer on the accelerator; one more buffer belongs to the layer that is computing.
+        stream_buffers: buffers through which old blocks stream to an attention that takes them part by part
+            (`attn_implementation="tiered"`), at least 2: one is read while the others are being loaded.
+        stream_buffer_size: bytes of each (`int` or e.g. `"16MiB"`); at least one block fits in. Larger buffers
+            hide more of the storage's time behind the computation between two attentions.
         l1_path: existing directory on fast local storage. The cache works in a private directory below it and
             removes only that. Default: below `$HF_TIERED_CACHE_DIR`, or the system's temporary directory.
         l1_capacity: bytes that L1 may occupy (`int` or e.g. `"200GiB"`), never exceeded; 0 turns L1 off.
@@ -85,6 +89,8 @@ class TieredCacheConfig:
     sink_tokens: int = 0
     block_tokens: int = 256
     prefetch_layers: int = 2
+    stream_buffers: int = 3
+    stream_buffer_size: int | str = "16MiB"
     l1_path: str | os.PathLike[str] | None = None
     l1_capacity: int | str | None = None
     l1_io_mode: Literal["auto", "direct", "buffered"] = "auto"
@@ -118,6 +124,7 @@ class TieredCacheConfig:
             ("sink_tokens", 0),
             ("block_tokens", 1),
             ("prefetch_layers", 1),
+            ("stream_buffers", 2),
             ("staging_blocks", 1),
         ):
             self._require_int(name, minimum)
@@ -133,6 +140,8 @@ class TieredCacheConfig:
             )
         if self.l1_io_mode not in ("auto", "direct", "buffered"):
             raise ConfigError(f"l1_io_mode={self.l1_io_mode!r}: take 'auto', 'direct' or 'buffered'")
+        if self.stream_buffer_bytes == 0:
+            raise ConfigError("stream_buffer_size=0: a buffer holds at least one block; '16MiB' is a good size")
         if self.l1_capacity_bytes == 0 and self.l2_url is None:
             raise ConfigError("l1_capacity=0 turns L1 off: give an l2_url, or blocks have nowhere to go")
         if "://" in self.l2_directory and not self.l2_directory.startswith("file://"):
@@ -142,6 +151,16 @@ class TieredCacheConfig:
     def l1_capacity_bytes(self) -> int | None:
         """`l1_capacity` in bytes, `None` when it was left open."""
         return None if self.l1_capacity is None else parse_bytes(self.l1_capacity, "l1_capacity")
+
+    @property
+    def held_tokens(self) -> int:
+        """Tokens of a layer that stay on the accelerator before the first block leaves."""
+        return self.sink_tokens + self.window_tokens + self.block_tokens
+
+    @property
+    def stream_buffer_bytes(self) -> int:
+        """`stream_buffer_size` in bytes."""
+        return parse_bytes(self.stream_buffer_size, "stream_buffer_size")
 
     @property
     def l2_directory(self) -> str:

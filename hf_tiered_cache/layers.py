@@ -9,7 +9,9 @@ import numpy as np
 import torch
 
 from .blocks import BlockTable
+from .config import TieredCacheConfig
 from .errors import ConfigError
+from .transfer.engine import CopyEngine
 from .window import Geometry, WindowBuffer
 
 
@@ -24,6 +26,8 @@ class LayerState:
         window: its L0.
         table: its sealed blocks.
         sink_tokens, block_tokens: as set.
+
+    `streamed` says that attention takes it part by part, so that nobody needs it whole.
     """
 
     def __init__(
@@ -34,6 +38,15 @@ class LayerState:
         self.table = table
         self.sink_tokens = sink_tokens
         self.block_tokens = block_tokens
+        self.streamed = False
+
+    @classmethod
+    def empty(
+        cls, layer_idx: int, namespace: str, engine: CopyEngine, geometry: Geometry, config: TieredCacheConfig
+    ) -> LayerState:
+        """A layer without tokens."""
+        window = WindowBuffer(engine, geometry, config.sink_tokens, config.window_tokens, config.block_tokens)
+        return cls(layer_idx, window, BlockTable(namespace, layer_idx), config.sink_tokens, config.block_tokens)
 
     @property
     def geometry(self) -> Geometry:
@@ -81,4 +94,6 @@ class LayerState:
     def fork(self, namespace: str, layer_idx: int) -> LayerState:
         """A second layer with the same tokens: shared blocks, which the caller counts, and a window of its own."""
         table = self.table.fork(namespace, layer_idx)
-        return LayerState(layer_idx, self.window.copy(), table, self.sink_tokens, self.block_tokens)
+        twin = LayerState(layer_idx, self.window.copy(), table, self.sink_tokens, self.block_tokens)
+        twin.streamed = self.streamed
+        return twin

@@ -13,15 +13,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from .blocks import BlockTable
 from .config import TieredCacheConfig
 from .errors import CacheClosedError, ConfigError
 from .layers import LayerState
-from .metrics import CacheStats, TierStats
+from .metrics import CacheStats, L0Account
+from .online_attention import AttentionRule, OnlineAttention
 from .paths import DataPaths, Request, as_positions, layers_of
+from .report import snapshot
 from .resources import EngineFactory, Resources
 from .transfer.engine import make_engine
-from .window import Geometry, WindowBuffer
+from .window import Geometry
 
 
 class KVCacheManager:
@@ -159,6 +160,13 @@ class KVCacheManager:
         layer = self._request(request_id).layers.get(layer_id)
         return 0 if layer is None else layer.tokens
 
+    def overflows(self, request_id: Hashable, layer_id: int, new_tokens: int) -> bool:
+        """Whether blocks of a layer have left its window, or will when so many tokens are added."""
+        layer = self._request(request_id).layers.get(layer_id)
+        if layer is None:
+            return new_tokens > self.config.held_tokens
+        return bool(layer.table) or not layer.window.fits(new_tokens)
+
     # -- data -------------------------------------------------------------------------------------------------
 
     def append(self, request_id: Hashable, layer_id: int, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -195,6 +203,42 @@ class KVCacheManager:
         with self._calling(adds_tokens=True):
             layer = self._layer(request_id, layer_id, key, value)
             return self._paths.gather(self._requests[request_id], layer, key, value)
+
+    def attend(
+        self,
+        request_id: Hashable,
+        layer_id: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        rule: AttentionRule | None = None,
+    ) -> torch.Tensor:
+        """Add tokens to a layer and return their causal attention over all of its tokens.
+
+        K and V are taken a few blocks at a time through fixed buffers: accelerator memory does not depend on the
+        length of the sequence, and the result is exact; see `OnlineAttention`. Blocks while storage is behind.
+
+        Args:
+            request_id, layer_id, key, value: as for `append`.
+            query: `[B, Hq, T, Dk]`, the queries of the same tokens; `Hq` is a multiple of the heads of K and V.
+            rule: scale, mask and the like.
+
+        Returns:
+            `[B, T, Hq, Dv]` in query's dtype.
+
+        Raises:
+            ConfigError: the tensors do not fit each other or what the layer holds; nothing was added.
+            TierReadError: a block could not be read; nothing was added.
+            TierError: storage failed while older tokens left the window; the tokens added so far stay.
+        """
+        with self._calling(adds_tokens=True):
+            layer = self._layer(request_id, layer_id, key, value)
+            rule = rule or AttentionRule()
+            rule.check_fits(query, key, layer.tokens + key.shape[2])
+            account = L0Account(self._resources.metrics)
+            with OnlineAttention(query, key.shape[1], value.shape[3], rule, account) as attention:
+                self._paths.attend(self._requests[request_id], layer, key, value, attention)
+                return attention.finish()
 
     def fetch(
         self, request_id: Hashable, layer_id: int, positions: torch.Tensor | Sequence[int]
@@ -298,35 +342,7 @@ class KVCacheManager:
     def stats(self) -> CacheStats:
         """A snapshot of what the tiers hold and have done."""
         with self._lock:
-            layers = list(layers_of(list(self._requests.values())))
-            share = 1 / max(1, len(layers))
-            metrics = self._resources.metrics
-            tiers = {
-                "L0": TierStats(
-                    tokens=sum(layer.window.tokens for layer in layers) * share,
-                    blocks=0,
-                    bytes=metrics.l0_bytes,
-                    capacity_bytes=None,
-                    bytes_written=metrics["L0_written"],
-                    bytes_read=metrics["L0_read"],
-                )
-            }
-            for name, configured in (("L1", self.config.l1_capacity_bytes), ("L2", None)):
-                tier = self._resources.tiers.get(name)
-                tiers[name] = TierStats(
-                    tokens=sum(layer.tokens_in(name) for layer in layers) * share,
-                    blocks=tier.blocks if tier else 0,
-                    bytes=tier.used_bytes if tier else 0,
-                    capacity_bytes=tier.capacity_bytes if tier else configured,
-                    bytes_written=metrics[f"{name}_written"],
-                    bytes_read=metrics[f"{name}_read"],
-                )
-            l1 = self._resources.tiers.get("L1")
-            return metrics.snapshot(
-                sequence_tokens=max((layer.tokens for layer in layers), default=0),
-                tiers=tiers,
-                l1_io_mode=l1.io_mode if l1 else None,
-            )
+            return snapshot(self._resources, list(layers_of(list(self._requests.values()))))
 
     # -- inside -----------------------------------------------------------------------------------------------
 
@@ -372,10 +388,8 @@ class KVCacheManager:
         geometry = Geometry.of(key, value)
         layer = request.layers.get(layer_id)
         if layer is None:
-            config, engine = self.config, self._resources.engine(key.device)
-            window = WindowBuffer(engine, geometry, config.sink_tokens, config.window_tokens, config.block_tokens)
-            table = BlockTable(request.block_namespace(layer_id), layer_id)
-            layer = LayerState(layer_id, window, table, config.sink_tokens, config.block_tokens)
+            engine, namespace = self._resources.engine(key.device), request.block_namespace(layer_id)
+            layer = LayerState.empty(layer_id, namespace, engine, geometry, self.config)
             request.layers[layer_id] = layer
         else:
             layer.check_fits(geometry, key.device)

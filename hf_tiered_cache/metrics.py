@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
 
 @dataclass(frozen=True)
 class TierStats:
@@ -157,3 +159,34 @@ class Metrics:
     def l0_bytes(self) -> int:
         """Accelerator memory held now."""
         return self._l0_bytes
+
+
+class L0Account:
+    """Keeps the books of tensors that PyTorch allocates for a computation of this package.
+
+    Args:
+        metrics: where they count as L0; `None` for nowhere.
+    """
+
+    def __init__(self, metrics: Metrics | None = None) -> None:
+        self._metrics = metrics
+
+    def add(self, delta_bytes: int) -> None:
+        """Count bytes: positive when allocated, negative when given back."""
+        if self._metrics is not None:
+            self._metrics.allocated_l0(delta_bytes)
+
+    @contextmanager
+    def temporary(self, *tensors: torch.Tensor | None) -> Iterator[None]:
+        """Count tensors that were just made and go at the end of the context; `None` counts nothing."""
+        nbytes = tensor_bytes(*tensors)
+        self.add(nbytes)
+        try:
+            yield
+        finally:
+            self.add(-nbytes)
+
+
+def tensor_bytes(*tensors: torch.Tensor | None) -> int:
+    """Bytes of the elements of some tensors."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)

@@ -2,6 +2,7 @@
 
 append   new tokens ─▶ window ─▶ seal ─▶ (staging ─▶ L1 ─▶ L2, in the background)
 gather   sealed blocks (prefetched) + window + new tokens ─▶ one buffer ─▶ attention
+attend   new tokens, window, sealed blocks (a few buffers) ─▶ attention, part by part
 fetch    some positions, from wherever they are ─▶ new tensors
 crop     drop tokens from the end; a block that is cut goes back to the window
 """
@@ -20,9 +21,11 @@ from .config import TieredCacheConfig
 from .errors import ConfigError
 from .lane import Lane
 from .layers import LayerState
+from .online_attention import OnlineAttention
 from .prefetch import LayerOrder, Prefetcher
 from .residency import Residency
 from .resources import Resources
+from .stream import BlockStream
 
 Positions = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -90,6 +93,7 @@ class DataPaths:
         if not layer.table and layer.window.fits(key.shape[2]):
             layer.window.append(key, value)
             return layer.window.views()
+        layer.streamed = False
         lane = self._lane(layer)
         old_tokens, tokens = layer.tokens, layer.tokens + key.shape[2]
         load = self._prefetcher.begin(layer, lane, request.namespace, self._buffer_tokens(request, tokens))
@@ -105,6 +109,43 @@ class DataPaths:
         self.append(layer, key, value)
         self._prefetch_following(request, layer, with_itself=True)
         return keys, values
+
+    def attend(
+        self,
+        request: Request,
+        layer: LayerState,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention: OnlineAttention,
+    ) -> None:
+        """Feed an attention with all K and V of a layer, the new tokens' included, and append those.
+
+        What is in accelerator memory comes first, so that storage gains time. Sealed blocks stream through a few
+        buffers, and no tensor here grows with the length of the sequence.
+
+        When this raises while blocks are read, the layer is as before.
+        """
+        layer.streamed = True
+        new_tokens, tokens = key.shape[2], layer.tokens
+        if new_tokens == 1:  # there is room for one in any window: a part less to attend to
+            layer.window.append(key, value)
+        else:
+            attention.add(key, value, tokens, newest=True)
+        try:
+            for window_keys, window_values, start in layer.window.parts(layer.sealed_tokens):
+                attention.add(window_keys, window_values, start)
+            if layer.table:
+                for part in self._stream(layer).read(layer, lambda after: self._streamed_after(request, after)):
+                    start = layer.sink_tokens + part.first_block * layer.block_tokens
+                    attention.add_blocks(part.keys, part.values, start, part.rows)
+        except BaseException:
+            if new_tokens == 1:
+                layer.window.crop(1)
+            raise
+        if new_tokens > 1:
+            self.append(layer, key, value)
+        while layer.window.has_block_to_seal:
+            self.seal(layer)
 
     def fetch(self, layer: LayerState, positions: Positions) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of some tokens, `[B, H, len(positions), D]` in their order, as new tensors. Blocks."""
@@ -146,6 +187,9 @@ class DataPaths:
         last = request.order.last
         if last is None:
             return 0
+        newest = request.layers.get(last)
+        if newest is not None and newest.streamed and newest.table:
+            return int(self._stream(newest).look_ahead(newest, lambda after: self._streamed_after(request, after)))
         following = (request.layers.get(layer_idx) for layer_idx in request.order.following(last, request.layers))
         return sum(
             self._start_load(request, layer, blocks_of(layer, positions))
@@ -171,6 +215,8 @@ class DataPaths:
         """Give up all that a layer holds."""
         if self._resources.prefetcher is not None:
             self._resources.prefetcher.discard(layer)
+        for stream in self._resources.streams.values():
+            stream.discard(layer)
         if layer.table:
             self._residency.release(layer.table.truncate(0))
         layer.window.free()
@@ -184,6 +230,16 @@ class DataPaths:
     def _prefetcher(self) -> Prefetcher:
         assert self._resources.prefetcher is not None, "a lane is open, so the prefetch is"
         return self._resources.prefetcher
+
+    def _stream(self, layer: LayerState) -> BlockStream:
+        return self._resources.block_stream(layer.window.device)
+
+    def _streamed_after(self, request: Request, layer: LayerState) -> Iterator[LayerState]:
+        """The layers that come after one and are read part by part through the same buffers."""
+        for layer_idx in request.order.following(layer.layer_idx, request.layers):
+            following = request.layers.get(layer_idx)
+            if following is not None and following.streamed and following.window.device == layer.window.device:
+                yield following
 
     def _lane(self, layer: LayerState) -> Lane:
         return self._resources.lane(layer.window.device)
@@ -199,6 +255,8 @@ class DataPaths:
         for layer_idx in request.order.following(layer.layer_idx, request.layers):
             following = request.layers.get(layer_idx)
             if following is None or not following.table or (following is layer and not with_itself):
+                continue
+            if following.streamed:
                 continue
             if not self._prefetcher.has_room(self._lane(following), request.namespace):
                 return

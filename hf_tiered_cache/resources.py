@@ -22,6 +22,7 @@ from .lane import Lane
 from .metrics import Metrics
 from .prefetch import Prefetcher
 from .residency import Residency
+from .stream import BlockStream
 from .tiers import Tier, TierRegistry
 from .transfer.engine import CopyEngine
 from .transfer.worker import BACKGROUND_NICENESS, Worker
@@ -64,6 +65,7 @@ class Resources:
         self._background = Worker("write-back", BACKGROUND_NICENESS)
         self._engines: dict[torch.device, CopyEngine] = {}
         self._lanes: dict[torch.device, Lane] = {}
+        self.streams: dict[torch.device, BlockStream] = {}
         self._directories: list[PrivateDirectory] = []
         self._tier_classes = {"L1": TierRegistry.get(config.l1_tier), "L2": TierRegistry.get(config.l2_tier)}
         make_eviction_policy(config.eviction)
@@ -93,6 +95,16 @@ class Resources:
                 staging_blocks=self.config.staging_blocks,
             )
         return self._lanes[device]
+
+    def block_stream(self, device: torch.device) -> BlockStream:
+        """The buffers through which a device's sealed blocks reach an attention that takes them part by part."""
+        if device not in self.streams:
+            lane, config = self.lane(device), self.config
+            assert self.residency is not None
+            self.streams[device] = BlockStream(
+                lane, self.residency, self.metrics, config.stream_buffers, config.stream_buffer_bytes
+            )
+        return self.streams[device]
 
     def _open_tiers(self) -> WriteBack:
         global _storage_pid
@@ -138,6 +150,8 @@ class Resources:
             for tier in self.tiers.values():
                 closing.callback(tier.close)
             closing.callback(self._background.close)
+            for stream in self.streams.values():
+                closing.callback(stream.close)
             for engine in self._engines.values():
                 closing.callback(engine.close)
             for lane in self._lanes.values():

@@ -173,6 +173,23 @@ class WindowBuffer:
         assert self._start == 0
         return self._keys[:, :, : self.tokens], self._values[:, :, : self.tokens]
 
+    def parts(self, sealed_tokens: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
+        """All tokens as slices K, V `[B, H, T, D]`, each with the position of its first token in a sequence that has
+        so many sealed tokens between sink and ring."""
+        if not sealed_tokens:
+            if self.tokens:
+                yield *self.views(), 0
+            return
+        position = 0
+        if self.sink_held:
+            sink = slice(0, self.sink_held)
+            yield self._keys[:, :, sink], self._values[:, :, sink], 0
+            position = self.sink_held
+        position += sealed_tokens
+        for held in self._held_slices():
+            yield self._keys[:, :, held], self._values[:, :, held], position
+            position += held.stop - held.start
+
     def copy_to(self, keys: torch.Tensor, values: torch.Tensor, end: int) -> None:
         """Write the sink to the front of `[B, H, S, D]` tensors, and the window so that it ends before `end`."""
         sink = slice(0, self.sink_held)

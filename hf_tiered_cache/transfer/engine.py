@@ -96,6 +96,16 @@ class CopyEngine(ABC):
         """
 
     @abstractmethod
+    def copy_in_whole(self, source: torch.Tensor, target: torch.Tensor, after: Event) -> Event:
+        """Copy a flat host tensor to a flat device tensor of the same size, after an event of the compute stream.
+        The event returned has fired when `target` is complete and `source` may be overwritten."""
+
+    @property
+    def host_writes(self) -> bool:
+        """Whether the device's memory is the host's, so that storage may be read straight into it."""
+        return False
+
+    @abstractmethod
     def record_copy_in(self) -> Event:
         """Mark the copy-in stream as it is now: fires when all copies that were asked for have finished."""
 
@@ -156,6 +166,13 @@ class CpuCopyEngine(CopyEngine):
                 self._copy(target, part)
 
         return _TaskEvent(self._in.submit(run).result)
+
+    def copy_in_whole(self, source: torch.Tensor, target: torch.Tensor, after: Event) -> Event:
+        return self.copy_in(source, lambda landed: [(target, landed)], after)
+
+    @property
+    def host_writes(self) -> bool:
+        return True
 
     def record_copy_in(self) -> Event:
         return _TaskEvent(self._in.submit(lambda: None).result)
@@ -218,6 +235,12 @@ class CudaCopyEngine(CopyEngine):
             _wait_on(self._in, after)
             for target, part in placement(landed):
                 target.copy_(part, non_blocking=True)
+            return _CudaEvent(self._in)
+
+    def copy_in_whole(self, source: torch.Tensor, target: torch.Tensor, after: Event) -> Event:
+        with torch.cuda.stream(self._in), torch.inference_mode(False):
+            _wait_on(self._in, after)
+            target.copy_(source, non_blocking=True)
             return _CudaEvent(self._in)
 
     def record_copy_in(self) -> Event:

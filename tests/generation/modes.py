@@ -27,11 +27,15 @@ CacheFactory = Callable[[PreTrainedConfig], Cache]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run shows: tokens `[rows, tokens]`, the logits of each step, and the cache that it leaves."""
+    """What a run shows: tokens `[rows, tokens]`, the logits of each step, and the cache that it leaves.
+
+    `real` says, where some are not, which rows' logits belong to a token that is no padding, `[rows, tokens]`.
+    """
 
     tokens: torch.Tensor
     logits: tuple[torch.Tensor, ...]
     cache: Cache
+    real: torch.Tensor | None = None
 
     def assert_same(self, expected: Outcome) -> None:
         """Fail unless tokens are equal and logits bit-equal; there is no tolerance, on purpose."""
@@ -128,6 +132,7 @@ def forward_pieces(model: PreTrainedModel, make_cache: CacheFactory) -> Outcome:
     # Short pieces first: at the lengths 1, 8 and 9 matrix products are picky about memory layout.
     pieces = [1, 7, *[1, BLOCK_TOKENS - 1, BLOCK_TOKENS, BLOCK_TOKENS + 1], 1, BLOCK_TOKENS - 1, BLOCK_TOKENS]
     logits: list[torch.Tensor] = []
+    real: list[torch.Tensor] = []
     start = 0
     with torch.no_grad():
         for piece in [*pieces, *[1] * (PROMPT_TOKENS - sum(pieces))]:
@@ -139,8 +144,10 @@ def forward_pieces(model: PreTrainedModel, make_cache: CacheFactory) -> Outcome:
                 **cache_argument(cache),
             )
             logits.append(output.logits[:, -1].clone())
+            real.append(inputs["attention_mask"][:, stop - 1].bool())
             start = stop
-    return Outcome(torch.stack([step.argmax(dim=-1) for step in logits], dim=1), tuple(logits), cache)
+    tokens = torch.stack([step.argmax(dim=-1) for step in logits], dim=1)
+    return Outcome(tokens, tuple(logits), cache, torch.stack(real, dim=1))
 
 
 def prompt_lookup(model: PreTrainedModel, make_cache: CacheFactory) -> Outcome:

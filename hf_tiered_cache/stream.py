@@ -1,0 +1,282 @@
+"""Sealed blocks of a layer, a few at a time, through a fixed number of buffers, as they lie in storage.
+
+    storage ──▶ [ buffer ] [ buffer ] [ buffer ] ──▶ attention
+                 loading    loading    being read
+
+The buffers go round: while attention reads one part, the next ones are being loaded, first those of the same layer,
+then those of the layers that come after it, over the end of the forward pass. Parts are not tied to batch rows, so a
+reorder leaves what is under way as it is.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from .blocks import Block, BlockLayout, as_bits
+from .errors import CacheClosedError
+from .lane import Lane
+from .layers import LayerState
+from .metrics import Metrics
+from .residency import Residency
+from .transfer.engine import Event
+
+logger = logging.getLogger(__name__)
+
+Following = Callable[[LayerState], Iterable[LayerState]]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Consecutive sealed blocks in accelerator memory, valid until the next part is asked for.
+
+    Args:
+        keys: `[n, stored rows, Hk, T, Dk]`.
+        values: `[n, stored rows, Hv, T, Dv]`.
+        rows: for each batch row the stored row that it reads.
+        first_block: index of the first in its layer.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    rows: np.ndarray[Any, Any]
+    first_block: int
+
+
+@dataclass(eq=False)
+class _Buffer:
+    """Accelerator memory for one load; may be overwritten after `released`."""
+
+    storage: torch.Tensor
+    released: Event
+
+
+@dataclass(eq=False)
+class _Load:
+    """Blocks of one layer and one layout on their way into a buffer; referenced until the load ends."""
+
+    layer: LayerState
+    first_block: int
+    blocks: list[Block]
+    buffer: _Buffer
+    task: Future[Event | None] | None = None
+    cancelled: bool = False
+
+    @property
+    def layout(self) -> BlockLayout:
+        return self.blocks[0].layout
+
+    @property
+    def end_block(self) -> int:
+        return self.first_block + len(self.blocks)
+
+    def payload(self) -> torch.Tensor:
+        """The blocks, `[n, stored rows, row_elements]`."""
+        return self.layout.over(self.buffer.storage, len(self.blocks))
+
+    def is_next(self, layer: LayerState, first_block: int) -> bool:
+        """Whether these are the blocks that the layer has now from `first_block` on."""
+        return (
+            self.layer is layer
+            and self.first_block == first_block
+            and self.blocks == layer.table.blocks[first_block : self.end_block]
+        )
+
+
+class BlockStream:
+    """The buffers of one device, and the loads into them in the order in which they will be read.
+
+    Used by one thread at a time. A layer that was not expected next makes it start over.
+
+    Args:
+        lane: of the device.
+        residency: where blocks are read.
+        metrics: counts hits, misses, bytes and stalls.
+        buffers: how many there are, at least 2.
+        buffer_bytes: size of each; a larger block makes it larger.
+    """
+
+    def __init__(
+        self, lane: Lane, residency: Residency, metrics: Metrics, buffers: int, buffer_bytes: int
+    ) -> None:
+        self._lane = lane
+        self._residency = residency
+        self._metrics = metrics
+        self._buffer_bytes = buffer_bytes
+        self._buffers = [_Buffer(lane.engine.allocate(0), lane.engine.record_compute()) for _ in range(buffers)]
+        self._free = deque(self._buffers)
+        self._queue: deque[_Load] = deque()
+
+    def read(self, layer: LayerState, following: Following) -> Iterator[Part]:
+        """All sealed blocks of a layer, in order. Blocks while storage is behind, which is counted as a stall.
+
+        Args:
+            layer: must not change before the end.
+            following: for a layer those that are expected to be read after it, the nearest first.
+
+        Raises:
+            TierReadError: a block could not be read.
+        """
+        position = 0
+        while position < len(layer.table):
+            load = self._next(layer, position, in_step=position > 0)
+            try:
+                self._look_ahead(load, following)
+                self._wait(load)
+                yield from self._parts(load)
+            except BaseException:
+                load.cancelled = True
+                raise
+            finally:
+                self._end(load)
+            self._look_ahead(load, following)
+            position = load.end_block
+
+    def look_ahead(self, layer: LayerState, following: Following) -> bool:
+        """Start to load what comes after a layer, if nothing is being loaded yet. Whether anything was started."""
+        upcoming = next((target for target in following(layer) if len(target.table)), None)
+        if self._queue or upcoming is None:
+            return False
+        self._queue.append(self._start(upcoming, 0))
+        self._look_ahead(self._queue[0], following)
+        return True
+
+    def discard(self, layer: LayerState) -> None:
+        """Forget what is being loaded, if a part of it is this layer's, which goes away."""
+        if any(load.layer is layer for load in self._queue):
+            self._start_over()
+
+    def close(self) -> None:
+        """Give the memory up. The lane is closed: nothing is being loaded."""
+        self._start_over()
+        for buffer in self._buffers:
+            self._lane.engine.free(buffer.storage)
+        self._buffers.clear()
+        self._free.clear()
+
+    def _next(self, layer: LayerState, first_block: int, in_step: bool) -> _Load:
+        """The load that brings a layer's blocks from `first_block` on, begun now if nobody foresaw it.
+
+        Blocks that were sealed since its last part was foreseen squeeze in (`in_step`); otherwise what is under way
+        was foreseen wrongly.
+        """
+        foreseen = bool(self._queue) and self._queue[0].is_next(layer, first_block)
+        if not foreseen:
+            if not in_step:
+                self._start_over()
+            elif not self._free:
+                self._cancel(self._queue.pop())
+            self._queue.appendleft(self._start(layer, first_block))
+        load = self._queue.popleft()
+        self._metrics.count(**{"prefetch_hits" if foreseen else "prefetch_misses": len(load.blocks)})
+        return load
+
+    def _look_ahead(self, current: _Load, following: Following) -> None:
+        """Put the free buffers to use: continue after the last load under way."""
+        while self._free:
+            last = self._queue[-1] if self._queue else current
+            target, first_block = last.layer, last.end_block
+            if first_block >= len(target.table):
+                first_block = 0
+                upcoming = next((layer for layer in following(last.layer) if len(layer.table)), None)
+                if upcoming is None or any(load.layer is upcoming and load.first_block == 0 for load in self._queue):
+                    return  # nothing else, or once round
+                target = upcoming
+            try:
+                self._queue.append(self._start(target, first_block))
+            except torch.OutOfMemoryError:
+                logger.debug("no memory to load layer %d ahead of time", target.layer_idx)
+                return
+
+    def _start(self, layer: LayerState, first_block: int) -> _Load:
+        """Begin to load blocks of one layout, as many as a buffer holds."""
+        blocks = layer.table.blocks
+        layout = blocks[first_block].layout
+        end = min(len(blocks), first_block + max(1, self._buffer_bytes // layout.nbytes))
+        chosen = blocks[first_block:end]
+        while chosen[-1].layout != layout:
+            chosen.pop()
+        buffer = self._free.popleft()
+        try:
+            self._fit(buffer, max(self._buffer_bytes, layout.nbytes))
+        except BaseException:  # out of memory, say
+            self._free.appendleft(buffer)
+            raise
+        load = _Load(layer, first_block, chosen, buffer)
+        self._residency.retain(chosen)
+        load.task = self._lane.worker.submit(lambda: self._run(load))
+        return load
+
+    def _fit(self, buffer: _Buffer, nbytes: int) -> None:
+        if buffer.storage.numel() < nbytes:
+            engine = self._lane.engine
+            engine.free(buffer.storage)
+            buffer.storage = engine.allocate(0)
+            buffer.storage = engine.allocate(nbytes)
+            # The allocator may have given memory that the compute stream is not done with.
+            buffer.released = engine.record_compute()
+
+    def _run(self, load: _Load) -> Event | None:
+        """On the prefetch thread: read from the tiers, straight into the buffer where the host may write to it."""
+        if load.cancelled:
+            return None
+        engine, payload = self._lane.engine, load.payload()
+        nbytes = len(load.blocks) * load.layout.nbytes
+        if engine.host_writes:
+            load.buffer.released.wait()
+            self._residency.read(load.blocks, as_bits(payload))
+            event = None
+        else:
+            staged = self._lane.loading.next(nbytes)
+            try:
+                self._residency.read(load.blocks, as_bits(load.layout.over(staged, len(load.blocks))))
+            except BaseException:
+                self._lane.loading.retire()
+                raise
+            event = engine.copy_in_whole(staged, load.buffer.storage[:nbytes], after=load.buffer.released)
+            self._lane.loading.busy_until(event)
+        self._metrics.count(L0_written=nbytes)
+        return event
+
+    def _wait(self, load: _Load) -> None:
+        assert load.task is not None
+        try:
+            with self._metrics.stall("read"):
+                event = load.task.result()
+                if event is not None:
+                    self._lane.engine.compute_waits(event)
+        except CancelledError as error:
+            raise CacheClosedError("the cache was closed while its blocks were being loaded") from error
+
+    def _parts(self, load: _Load) -> Iterator[Part]:
+        """A load's blocks, split where the row map changes."""
+        keys, values = load.layout.split(load.payload())
+        for indices, run in load.layer.table.runs(range(load.first_block, load.end_block)):
+            blocks = slice(indices[0] - load.first_block, indices[-1] + 1 - load.first_block)
+            yield Part(keys[blocks], values[blocks], run.rows, indices[0])
+
+    def _end(self, load: _Load) -> None:
+        """Nothing enqueued from now on reads the load's buffer."""
+        self._lane.engine.recycled(load.buffer.storage)
+        load.buffer.released = self._lane.engine.record_compute()
+        self._free.append(load.buffer)
+        assert load.task is not None
+        load.task.add_done_callback(lambda _: self._residency.release(load.blocks))
+
+    def _cancel(self, load: _Load) -> None:
+        """Nobody will read this load."""
+        load.cancelled = True
+        # The prefetch thread works in order: what it still does here comes before the buffer's next load.
+        self._end(load)
+
+    def _start_over(self) -> None:
+        """Forget all loads under way."""
+        while self._queue:
+            self._cancel(self._queue.popleft())

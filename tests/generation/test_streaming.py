@@ -1,0 +1,349 @@
+"""The streaming form against eager attention with `DynamicCache`: every model that supports it, every decoding mode.
+
+Window 32, blocks of 16 tokens, two buffers of one to four blocks: a prompt of 100 tokens streams in several parts.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import (
+    AttentionInterface,
+    CLIPVisionConfig,
+    DynamicCache,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.masking_utils import sdpa_mask, sliding_window_causal_mask_function
+
+from hf_tiered_cache import TieredCache, UnsupportedModelError
+from hf_tiered_cache.attention import (
+    STREAMING_MODELS,
+    TIERED,
+    PendingAttention,
+    tiered_attention_forward,
+    tiered_mask,
+)
+from hf_tiered_cache.cache import _say_once_that_layers_are_gathered
+from hf_tiered_cache.online_attention import AttentionRule, OnlineAttention
+
+from .modes import BLOCK_TOKENS, MODES, WINDOW_TOKENS, Outcome, cache_argument, prompt
+from .zoo import ZOO, model_of
+
+# Of logits between -8 and 8; sdpa with everything in memory differs from eager by up to 1e-5 on these models.
+TOLERANCE = 2e-5
+# Here rounding is amplified, and sdpa itself is farther from eager than that; streaming may be twice as far as sdpa.
+AMPLIFYING = {("qwen3next", "beam_search")}
+
+
+def text_config(model: PreTrainedModel) -> PreTrainedConfig:
+    """The part of the config that describes the decoder."""
+    return model.config.get_text_config(decoder=True)
+
+
+STREAMED = [
+    name
+    for name, entry in ZOO.items()
+    if text_config(model_of(name)).model_type in STREAMING_MODELS and entry.dtype is torch.float32
+]
+GATHERED = [name for name in ZOO if text_config(model_of(name)).model_type not in STREAMING_MODELS]
+
+
+@contextmanager
+def attention(model: PreTrainedModel, implementation: str) -> Iterator[None]:
+    """Another attention for a while: models are shared between tests."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation(implementation)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+@functools.cache
+def expected_outcome(name: str, mode: str) -> Outcome:
+    """What eager attention gives with everything in memory."""
+    with attention(model_of(name), "eager"):
+        return MODES[mode](model_of(name), lambda config: DynamicCache(config=config))
+
+
+def deviation(outcome: Outcome, expected: Outcome) -> float:
+    """The largest difference of a logit, where tokens are the same. What follows a padding token is nobody's concern:
+    sdpa and eager differ there as well."""
+    real = torch.ones_like(expected.tokens, dtype=torch.bool) if expected.real is None else expected.real
+    assert torch.equal(outcome.tokens[real], expected.tokens[real])
+    worst = 0.0
+    for step, (mine, theirs) in enumerate(zip(outcome.logits, expected.logits, strict=True)):
+        rows = slice(None) if expected.real is None else expected.real[:, step]
+        if len(mine[rows]):
+            worst = max(worst, (mine[rows] - theirs[rows]).abs().amax().item())
+    return worst
+
+
+@functools.cache
+def tolerance(name: str, mode: str) -> float:
+    """How far logits may be from eager ones."""
+    if (name, mode) not in AMPLIFYING:
+        return TOLERANCE
+    with attention(model_of(name), "sdpa"):
+        stock = MODES[mode](model_of(name), lambda config: DynamicCache(config=config))
+    stock_deviation = deviation(stock, expected_outcome(name, mode))
+    assert stock_deviation > TOLERANCE, "no longer an exception"
+    return 2 * stock_deviation
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        pytest.param(name, mode, id=f"{name}-{mode}")
+        for name in STREAMED
+        for mode in MODES
+        if ZOO[name].refusal(mode) is None
+    ],
+)
+def test_same_as_eager(name: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    attended = []
+    attend = PendingAttention.attend
+
+    def counting(pending: PendingAttention, *arguments: Any) -> torch.Tensor:
+        attended.append(pending.layer_idx)
+        return attend(pending, *arguments)
+
+    monkeypatch.setattr(PendingAttention, "attend", counting)
+    model = model_of(name)
+    expected = expected_outcome(name, mode)
+
+    def make_cache(config: PreTrainedConfig) -> TieredCache:
+        return TieredCache(
+            config=config,
+            window_tokens=WINDOW_TOKENS,
+            block_tokens=BLOCK_TOKENS,
+            stream_buffers=2,
+            stream_buffer_size="8KiB",
+        )
+
+    with attention(model, TIERED):
+        outcome = MODES[mode](model, make_cache)
+    with outcome.cache as cache:
+        assert deviation(outcome, expected) <= tolerance(name, mode)
+        assert cache.stats().tiers["L1"].blocks > 0
+    assert attended, "nothing was streamed"
+
+
+def test_the_list_is_what_was_tested() -> None:
+    """No model is listed on trust."""
+    tested = {text_config(model_of(name)).model_type for name in STREAMED}
+    assert tested == STREAMING_MODELS or tested == STREAMING_MODELS - {"dory"}  # newer than 5.17
+
+
+def test_bfloat16_is_as_exact_as_the_fused_kernel() -> None:
+    """Against attention in float64: the error over many parts, relative to that of sdpa on all at once."""
+    ratios = []
+    for seed in range(8):
+        torch.manual_seed(seed)
+        keys, values = (torch.randn(1, 2, 1024, 64).bfloat16() for _ in range(2))
+        for queries in (1, 96):
+            query = torch.randn(1, 8, queries, 64).bfloat16()
+            repeated = [states.repeat_interleave(4, dim=1) for states in (keys, values)]
+            visible = torch.ones(queries, 1024, dtype=torch.bool).tril(1024 - queries)
+            exact = scaled_dot_product_attention(
+                query.double(), *(states.double() for states in repeated), attn_mask=visible
+            )
+            fused = scaled_dot_product_attention(query, *repeated, attn_mask=visible)
+            streamed = _in_parts(query, keys, values, block_tokens=64).transpose(1, 2)
+            errors = [(output.double() - exact).square().mean().sqrt() for output in (streamed, fused)]
+            ratios.append((errors[0] / errors[1]).item())
+    assert max(ratios) <= 1.0, ratios
+
+
+def _in_parts(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block_tokens: int) -> torch.Tensor:
+    older = keys.shape[2] - query.shape[2]
+    blocks = older // block_tokens
+    with OnlineAttention(query, keys.shape[1], values.shape[3], AttentionRule()) as online:
+        online.add(keys[:, :, older:], values[:, :, older:], older, newest=True)
+        cut = blocks * block_tokens
+        if older > cut:
+            online.add(keys[:, :, cut:older], values[:, :, cut:older], cut)
+        stored = [states[:, :, :cut].unflatten(2, (blocks, -1)).permute(2, 0, 1, 3, 4) for states in (keys, values)]
+        online.add_blocks(stored[0].contiguous(), stored[1].contiguous(), 0, np.arange(1))
+        return online.finish()
+
+
+class TestForModel:
+    """`TieredCache.for_model` and what it says."""
+
+    def test_sets_the_attention(self) -> None:
+        model = model_of("llama")
+        with attention(model, "sdpa"):
+            with TieredCache.for_model(model):
+                assert model.config._attn_implementation == TIERED
+            MODES["continued"](model, lambda config: DynamicCache(config=config))  # serves other caches as well
+
+    @pytest.mark.parametrize("name", GATHERED)
+    def test_others_stay_as_they_are_and_it_says_so_once(self, name: str, caplog: pytest.LogCaptureFixture) -> None:
+        model = model_of(name)
+        before = model.config._attn_implementation
+        _say_once_that_layers_are_gathered.cache_clear()
+        with caplog.at_level(logging.WARNING, logger="hf_tiered_cache"):
+            for _ in range(2):
+                TieredCache.for_model(model).close()
+        notices = [record for record in caplog.records if "not known to work with streaming" in record.message]
+        assert len(notices) == 1 and text_config(model).model_type in notices[0].message
+        assert model.config._attn_implementation == before
+
+    def test_the_rest_of_a_composite_model_keeps_its_attention(self) -> None:
+        model = LlavaForConditionalGeneration(
+            LlavaConfig(
+                vision_config=CLIPVisionConfig(
+                    hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=16,
+                    patch_size=8,
+                ),
+                text_config=LlamaConfig(
+                    vocab_size=97, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
+                ),
+            )
+        )
+        before = model.config.vision_config._attn_implementation
+        with TieredCache.for_model(model):
+            assert model.config.text_config._attn_implementation == TIERED
+            assert model.config.vision_config._attn_implementation == before
+
+
+class TestWhatCannotBeStreamed:
+    """Partial K and V never reach another attention function silently."""
+
+    def test_unconsumed_update_raises_at_the_next(self) -> None:
+        model = model_of("llama")
+        with attention(model, TIERED), TieredCache(config=model.config, window_tokens=32, block_tokens=16) as cache:
+            states = torch.randn(1, text_config(model).num_key_value_heads, 100, 8)
+            key, value = cache.update(states, states, 0)
+            assert key.shape[2] == 100 and PendingAttention.of(key, value) is not None
+            for _ in range(2):
+                with pytest.raises(UnsupportedModelError, match=r"layer 0 did not pass .* on"):
+                    cache.update(states, states, 1)
+            for change in (lambda: cache.crop(-1), lambda: cache.reorder_cache(torch.tensor([0]))):
+                with pytest.raises(UnsupportedModelError, match="layer 0"):
+                    change()
+            cache.reset()
+            cache.update(states, states, 1)
+
+    def test_changed_states_are_not_taken_for_the_caches(self) -> None:
+        """diffllama's way: what is derived from K, V carries no mark, so the update stays unconsumed."""
+        model = model_of("diffllama")
+        attn = model.config._attn_implementation
+        with attention(model, TIERED), pytest.MonkeyPatch.context() as patch:
+            patch.setattr("hf_tiered_cache.cache_layer.can_stream", lambda config: True)
+            with (
+                TieredCache(config=model.config, window_tokens=32, block_tokens=16) as cache,
+                pytest.raises(UnsupportedModelError, match="did not pass"),
+                torch.no_grad(),
+            ):
+                model(**prompt(100), use_cache=True, **cache_argument(cache))
+        assert model.config._attn_implementation == attn
+
+    @pytest.mark.parametrize("changed", [{"dropout": 0.1}, {"is_causal": False}, {"position_bias": torch.zeros(1)}])
+    def test_unsupported_arguments(self, changed: dict[str, Any]) -> None:
+        model = model_of("llama")
+        states = torch.randn(1, text_config(model).num_key_value_heads, 100, 8)
+        with attention(model, TIERED), TieredCache(config=model.config, window_tokens=32, block_tokens=16) as cache:
+            key, value = cache.update(states, states, 0)
+            with pytest.raises(UnsupportedModelError, match=r"which streaming attention does not do"):
+                tiered_attention_forward(torch.nn.Module(), states, key, value, None, **changed)
+
+    def test_one_update_one_attention(self) -> None:
+        model = model_of("llama")
+        states = torch.randn(1, text_config(model).num_key_value_heads, 100, 8)
+        with attention(model, TIERED), TieredCache(config=model.config, window_tokens=32, block_tokens=16) as cache:
+            key, value = cache.update(states, states, 0)
+            tiered_attention_forward(torch.nn.Module(), states, key, value, None)
+            with pytest.raises(UnsupportedModelError, match="twice"):
+                tiered_attention_forward(torch.nn.Module(), states, key, value, None)
+
+    def test_sparse_attention_is_refused(self) -> None:
+        """Models with an indexer hand over indices instead of a mask to an attention they do not know."""
+        model = model_of("deepseekv32")
+        with attention(model, TIERED), pytest.raises(UnsupportedModelError, match="indices"), torch.no_grad():
+            model(**prompt(20))
+
+
+class TestMask:
+    """No `[q, kv]` mask for plain causal attention."""
+
+    def test_none_of_it_is_made(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Neither in prefill nor in chunks nor in decoding, with and without padding."""
+        made: list[torch.Size] = []
+
+        def forbidden(**arguments: Any) -> None:
+            raise AssertionError("a dense mask")
+
+        monkeypatch.setattr("hf_tiered_cache.attention.sdpa_mask", forbidden)
+        forward = tiered_attention_forward
+
+        def watching(module: Any, query: Any, key: Any, value: Any, mask: torch.Tensor | None, **rest: Any) -> Any:
+            if mask is not None:
+                made.append(mask.shape)
+            return forward(module, query, key, value, mask, **rest)
+
+        monkeypatch.setitem(AttentionInterface._global_mapping, TIERED, watching)
+        model = model_of("llama")
+        with attention(model, TIERED):
+            for mode in ("left_padded_greedy", "chunked_prefill", "beam_search", "prompt_lookup"):
+                MODES[mode](
+                    model, lambda config: TieredCache(config=config, window_tokens=32, block_tokens=16)
+                ).cache.close()
+        assert made and all(shape[1] == shape[2] == 1 for shape in made)
+
+    def test_padding_is_told_with_its_end(self) -> None:
+        padding = torch.tensor([[0, 0, 0, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
+        mask = tiered_mask(batch_size=2, q_length=2, kv_length=6, q_offset=4, attention_mask=padding.bool())
+        assert mask is not None and mask.shape == (2, 1, 1, 6) and mask._tiered_masked_tokens == 3
+        no_padding = torch.ones(2, 6, dtype=torch.bool)
+        assert tiered_mask(batch_size=2, q_length=2, kv_length=6, q_offset=4, attention_mask=no_padding) is None
+
+    @pytest.mark.parametrize(
+        "special",
+        [
+            {"local_size": 4, "mask_function": sliding_window_causal_mask_function(4)},
+            {"allow_is_causal_skip": False},
+            {"q_offset": 0},  # a static cache, whose end holds nothing yet
+        ],
+        ids=["sliding", "packed or compiled", "static"],
+    )
+    def test_all_else_is_as_for_sdpa(self, special: dict[str, Any]) -> None:
+        arguments: dict[str, Any] = {"batch_size": 1, "q_length": 2, "kv_length": 6, "q_offset": 4} | special
+        mask = tiered_mask(**arguments)
+        assert mask is not None
+        assert torch.equal(mask, sdpa_mask(**(arguments | {"allow_is_causal_skip": False})))
+
+
+def test_what_fits_the_window_is_left_to_sdpa() -> None:
+    """Nothing is opened, and logits are those of sdpa with DynamicCache, bit for bit."""
+    model = model_of("llama")
+    with attention(model, "sdpa"):
+        expected = MODES["sampling"](model, lambda config: DynamicCache(config=config))
+    with attention(model, TIERED):
+        outcome = MODES["sampling"](model, lambda config: TieredCache(config=config, window_tokens=1024))
+    with outcome.cache as cache:
+        assert not cache.manager._resources.tiers
+        assert deviation(outcome, expected) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["llama", "gptoss", "gemma2"])
+def test_other_caches_work_under_this_attention(name: str) -> None:
+    model = model_of(name)
+    for mode in ("left_padded_greedy", "chunked_prefill", "cropped"):
+        if ZOO[name].refusal(mode) is None:
+            with attention(model, TIERED):
+                outcome = MODES[mode](model, lambda config: DynamicCache(config=config))
+            assert deviation(outcome, expected_outcome(name, mode)) <= TOLERANCE
