@@ -1,6 +1,7 @@
 """The `"tiered"` attention of transformers: takes K and V from the tiers part by part, whatever the length.
 
-    model ──▶ cache.update(k, v) ──▶ k, v marked as PendingAttention ──▶ tiered_attention_forward ──▶ manager.attend
+    model ──▶ cache.update(k, v) ──▶ k, v marked as PendingAttention
+          ──▶ tiered_attention_forward ──▶ manager.attend
 
 A marked key and value are only the new tokens. The attention function recognises them by the mark, which a tensor
 derived from them does not carry; a mark that is not consumed by the next update is an error.
@@ -33,17 +34,51 @@ _UNSUPPORTED_ARGUMENTS = ("position_bias", "sliding_window")
 
 
 # Models that pass on what `update` returned to the attention function as it is; tests/generation/test_streaming.py
-# runs each of them. Not among them: models that keep latents (MLA) or change K, V after the update (diffllama), whose
-# layers share K, V (gemma3n, gemma4), or that compute attention themselves (bloom, falcon, mpt, gpt_neo).
+# runs each of them. Not among them: models that keep latents (MLA) or change K, V after the update (diffllama),
+# whose layers share K, V (gemma3n, gemma4), or that compute attention themselves (bloom, falcon, mpt, gpt_neo).
 STREAMING_MODELS = frozenset(
-    "bamba codegen cohere cohere2 dory exaone4 gemma gemma2 gemma3_text glm4 gpt2 gpt_bigcode gpt_neox gpt_oss gptj "
-    "granite jamba lfm2 llama llama4_text mistral mixtral nemotron olmo2 olmo3 opt phi phi3 qwen2 qwen3 qwen3_moe "
-    "qwen3_next smollm3 stablelm starcoder2".split()
+    {
+        "bamba",
+        "codegen",
+        "cohere",
+        "cohere2",
+        "dory",
+        "exaone4",
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+        "glm4",
+        "gpt2",
+        "gpt_bigcode",
+        "gpt_neox",
+        "gpt_oss",
+        "gptj",
+        "granite",
+        "jamba",
+        "lfm2",
+        "llama",
+        "llama4_text",
+        "mistral",
+        "mixtral",
+        "nemotron",
+        "olmo2",
+        "olmo3",
+        "opt",
+        "phi",
+        "phi3",
+        "qwen2",
+        "qwen3",
+        "qwen3_moe",
+        "qwen3_next",
+        "smollm3",
+        "stablelm",
+        "starcoder2",
+    }
 )
 
 
 def can_stream(text_config: PreTrainedConfig) -> bool:
-    """Whether a model is known to hand its keys and values to the attention function as the cache returned them."""
+    """Whether a model is known to hand keys and values to the attention function as the cache returned them."""
     return text_config.model_type in STREAMING_MODELS
 
 
@@ -94,8 +129,8 @@ class PendingAttention:
         """See `KVCacheManager.attend`; once."""
         if self.consumed:
             raise UnsupportedModelError(
-                f"the model computes the attention of layer {self.layer_idx} twice from one update, which cannot be "
-                'streamed: call model.set_attn_implementation("sdpa")'
+                f"the model computes the attention of layer {self.layer_idx} twice from one update, which cannot "
+                'be streamed: call model.set_attn_implementation("sdpa")'
             )
         self.consumed = True
         return self._manager.attend(self._request_id, self.layer_idx, query, key, value, rule)
@@ -117,8 +152,8 @@ def tiered_attention_forward(
     """Attention as transformers calls it.
 
     What an update of a `TieredCache` has marked streams from the tiers. Everything else, whole K and V of whatever
-    origin, is computed by sdpa where it can, and by the same online softmax where it cannot (softcap, sinks, several
-    queries after older tokens).
+    origin, is computed by sdpa where it can, and by the same online softmax where it cannot (softcap, sinks,
+    several queries after older tokens).
 
     Args:
         module: the model's attention module.
@@ -136,9 +171,7 @@ def tiered_attention_forward(
     Raises:
         UnsupportedModelError: the model asks for something that cannot be streamed.
     """
-    rule = AttentionRule(
-        scaling, softcap, s_aux, attention_mask, getattr(attention_mask, _MASKED_TOKENS, None)
-    )
+    rule = AttentionRule(scaling, softcap, s_aux, attention_mask, getattr(attention_mask, _MASKED_TOKENS, None))
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     pending = PendingAttention.of(key, value)
     if any(kwargs.get(name) is not None for name in ("indices", "block_indices")):
@@ -153,9 +186,10 @@ def tiered_attention_forward(
     mask_says_all = queries == 1 or not causal or (attention_mask is not None and attention_mask.shape[2] > 1)
     plain_causal = attention_mask is None and older_tokens == 0
     if softcap is None and s_aux is None and (mask_says_all or plain_causal):
-        return sdpa_attention_forward(
+        output, _ = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, is_causal=causal, **kwargs
         )
+        return output, None
     with OnlineAttention(query, key.shape[1], value.shape[3], rule) as attention:
         if mask_says_all:
             attention.add(key, value, 0)
@@ -198,9 +232,10 @@ def tiered_mask(
     plain = mask_function is causal_mask_function and local_size is None and allow_is_causal_skip and not use_vmap
     square = isinstance(q_offset, int) and (q_offset == kv_offset and q_length == kv_length)
     if not plain or not isinstance(q_offset, int) or q_offset + q_length != kv_offset + kv_length:
-        # sdpa leaves causality out of a mask for an empty static cache, too: then `None` would mean something else.
+        # sdpa leaves causality out of a mask for an empty static cache, too: then `None` would mean something
+        # else.
         skip = allow_is_causal_skip and (q_length == 1 or square)
-        return sdpa_mask(
+        dense: torch.Tensor | None = sdpa_mask(
             batch_size=batch_size,
             q_length=q_length,
             kv_length=kv_length,
@@ -213,7 +248,8 @@ def tiered_mask(
             use_vmap=use_vmap,
             **kwargs,
         )
-    padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
+        return dense
+    padding: torch.Tensor | None = prepare_padding_mask(attention_mask, kv_length, kv_offset)
     if padding is None:
         return None
     padding = padding[:, kv_offset : kv_offset + kv_length]

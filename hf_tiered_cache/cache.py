@@ -104,8 +104,8 @@ class TieredCache(DynamicCache):
     ) -> TieredCache:
         """A cache for a model whose attention takes old tokens part by part, where the model allows it.
 
-        Then accelerator memory does not depend on the length of the context: not even one layer of it is there as a
-        whole. This calls `model.set_attn_implementation("tiered")`, which stays set; the model works with other
+        Then accelerator memory does not depend on the length of the context: not even one layer of it is there as
+        a whole. This calls `model.set_attn_implementation("tiered")`, which stays set; the model works with other
         caches all the same. A model that is not known to allow it is left as it is, and its layers are brought
         together one by one for its own attention; a warning says so, once per kind of model.
 
@@ -244,8 +244,8 @@ class TieredCache(DynamicCache):
 @functools.cache
 def _say_once_that_layers_are_gathered(model_type: str) -> None:
     logger.warning(
-        "%s is not known to work with streaming attention: each layer's keys and values are gathered on the accelerator "
-        "while it computes",
+        "%s is not known to work with streaming attention: each layer's keys and values are gathered on the "
+        "accelerator while it computes",
         model_type,
     )
 

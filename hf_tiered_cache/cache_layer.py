@@ -71,9 +71,9 @@ class CacheBinding:
         """
         if self.pending is not None and not self.pending.consumed:
             raise UnsupportedModelError(
-                f'layer {self.pending.layer_idx} did not pass its keys and values on to the "tiered" attention as the '
-                "cache returned them, so its last output is wrong and its tokens are lost. Call "
-                'model.set_attn_implementation("sdpa"), reset() the cache, and start again; please report the model'
+                f'layer {self.pending.layer_idx} did not pass on its keys and values to the "tiered" attention as '
+                "the cache returned them, so its last output is wrong and its tokens are lost. Call "
+                'model.set_attn_implementation("sdpa"), reset() the cache and start again; please report it'
             )
 
     def close(self) -> None:

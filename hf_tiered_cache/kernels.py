@@ -3,14 +3,15 @@
     part 1: K1, V1 ──▶ out1, lse1 ─┐
     part 2: K2, V2 ──▶ out2, lse2 ─┴─▶ lse = log(e^lse1 + e^lse2),  out = e^(lse1-lse) out1 + e^(lse2-lse) out2
 
-PyTorch's fused kernels return the log-sum-exp through their aten operators, which its ring attention uses in the same
-way. Which kernel runs is decided by what it is able to do, never by trying.
+PyTorch's fused kernels return the log-sum-exp through their aten operators, which its ring attention uses in the
+same way. Which kernel runs is decided by what it is able to do, never by trying.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -18,6 +19,8 @@ from .metrics import L0Account
 
 # Scores that the plain form holds at a time; queries beyond go through in pieces.
 MATMUL_SCORE_ELEMENTS = 1 << 22
+# Keys and values that are converted at a time.
+_CONVERTED_BYTES = 4 << 20
 
 Result = tuple[torch.Tensor, torch.Tensor]
 
@@ -37,6 +40,14 @@ class Scoring:
     softcap: float | None = None
     bias: torch.Tensor | None = None
     causal: bool = False
+
+    def over(self, piece: tuple[slice, slice]) -> Scoring:
+        """The same for a piece of batch and heads."""
+        if self.bias is None:
+            return self
+        whole = slice(None)
+        batch, heads = (whole if size == 1 else part for size, part in zip(self.bias.shape, piece, strict=False))
+        return replace(self, bias=self.bias[batch, heads])
 
 
 @dataclass(frozen=True)
@@ -77,8 +88,29 @@ class Problem:
 def _cpu_flash(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring, account: L0Account
 ) -> Result:
+    """In float32 also for half precision: the kernel rounds its output to query's dtype, and parts that were
+    rounded before they are merged are less exact than one kernel over everything. The conversion costs little (a
+    piece stays in the processor's cache)."""
+    exact = torch.promote_types(query.dtype, torch.float32)
+    if query.dtype is exact:
+        return _run_cpu_flash(query, key, value, scoring)
+    output = torch.empty(*query.shape[:-1], value.shape[-1], dtype=exact)
+    lse = torch.empty(query.shape[:-1], dtype=exact)
+    batch, heads, tokens, dim = key.shape
+    fitting_heads = max(1, _CONVERTED_BYTES // (8 * tokens * dim))
+    batch_step, head_step = max(1, fitting_heads // heads), min(heads, fitting_heads)
+    for part in itertools.product(range(0, batch, batch_step), range(0, heads, head_step)):
+        piece = slice(part[0], part[0] + batch_step), slice(part[1], part[1] + head_step)
+        queries, keys, values = (states[piece].to(exact) for states in (query, key, value))
+        with account.temporary(output, lse, queries, keys, values, queries):
+            output[piece], lse[piece] = _run_cpu_flash(queries, keys, values, scoring.over(piece))
+    return output, lse
+
+
+def _run_cpu_flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring) -> Result:
+    bias = None if scoring.bias is None else scoring.bias.to(query.dtype)
     output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        query, key, value, 0.0, scoring.causal, attn_mask=scoring.bias, scale=scoring.scale
+        query, key, value, 0.0, scoring.causal, attn_mask=bias, scale=scoring.scale
     )
     return output, lse
 
@@ -121,7 +153,9 @@ def _matmul(
     output = query.new_empty(batch, heads, rows, value.shape[-1], dtype=exact)
     lse = query.new_empty(batch, heads, rows, dtype=exact)
     step = max(1, MATMUL_SCORE_ELEMENTS // (batch * heads * tokens))
-    with account.temporary(output, lse, keys if keys is not key else None, values if values is not value else None):
+    with account.temporary(
+        output, lse, keys if keys is not key else None, values if values is not value else None
+    ):
         for first in range(0, rows, step):
             piece = slice(first, min(first + step, rows))
             visible = piece.stop if scoring.causal else tokens

@@ -35,7 +35,8 @@ class AttentionRule:
         sinks: `[Hq]`, for each head the score of a key without a value that takes part in the softmax (attention
             sinks, arXiv 2508.10925).
         mask: what may be seen: `[B or 1, 1 or Hq, 1 or Q, S]` for `Q` queries and a sequence of `S` tokens, bool
-            (`True` may be seen) or added to the scores. With a row for each of several queries it contains causality.
+            (`True` may be seen) or added to the scores. With a row for each of several queries it contains
+            causality.
         masked_tokens: if known, no token from this one on is masked, in a mask with one row for all queries.
     """
 
@@ -45,8 +46,8 @@ class AttentionRule:
     mask: torch.Tensor | None = None
     masked_tokens: int | None = None
 
-    def check_fits(self, query: torch.Tensor, key: torch.Tensor, tokens: int) -> None:
-        """Raise unless query and mask fit new keys `[B, Hk, Q, Dk]` at the end of a sequence of `tokens`.
+    def check_fits(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tokens: int) -> None:
+        """Raise unless query and mask fit new K and V `[B, H, Q, D]` at the end of a sequence of `tokens`.
 
         Raises:
             ConfigError: they do not.
@@ -55,22 +56,25 @@ class AttentionRule:
         heads = query.shape[1] if query.ndim == 4 else 0
         if query.shape != (batch, heads, queries, key_dim) or heads % kv_heads or query.dtype != key.dtype:
             raise ConfigError(
-                f"query {tuple(query.shape)} of {query.dtype} does not fit key {tuple(key.shape)} of {key.dtype}: it "
-                "must be [B, Hq, T, D] of the same tokens, with heads a multiple of the key's"
+                f"query {tuple(query.shape)} of {query.dtype} does not fit key {tuple(key.shape)} of {key.dtype}: "
+                "it must be [B, Hq, T, D] of the same tokens, with heads a multiple of the key's"
             )
+        if value.shape[1] != kv_heads:
+            raise ConfigError(f"{kv_heads} heads of keys and {value.shape[1]} of values cannot be attended to")
         allowed = ((1, batch), (1, heads), (1, queries), (tokens,))
         shape = (1, 1, 1, tokens) if self.mask is None else tuple(self.mask.shape)
         if len(shape) != 4 or any(size not in sizes for size, sizes in zip(shape, allowed, strict=True)):
             raise ConfigError(
-                f"a mask of shape {shape} does not fit {queries} queries of {heads} heads in a batch of {batch} and "
-                f"{tokens} tokens: it must be [batch or 1, 1 or heads, 1 or queries, tokens]"
+                f"a mask of shape {shape} does not fit {queries} queries of {heads} heads in a batch of {batch} "
+                f"and {tokens} tokens: it must be [batch or 1, 1 or heads, 1 or queries, tokens]"
             )
 
 
 class OnlineAttention:
     """The attention of one layer's queries; feed it every part of K and V once, then `finish`.
 
-    All work is enqueued on the current stream; nothing blocks. Used in a `with`, which keeps the account of the memory.
+    All work is enqueued on the current stream; nothing blocks. Used in a `with`, which keeps the account of the
+    memory.
 
     Args:
         query: `[B, Hq, Q, Dk]`, the newest `Q` tokens of the sequence.
@@ -127,9 +131,7 @@ class OnlineAttention:
                     own_bias = bias[:, group :: self._groups]
                 self._merge(slice(None), rows, *self._attend(self._rows[:, :, rows], key, value, own_bias, causal))
 
-    def add_blocks(
-        self, keys: torch.Tensor, values: torch.Tensor, start: int, rows: np.ndarray[Any, Any]
-    ) -> None:
+    def add_blocks(self, keys: torch.Tensor, values: torch.Tensor, start: int, rows: np.ndarray[Any, Any]) -> None:
         """Take in consecutive sealed blocks as they are stored, without a copy when there are few query rows.
 
         Args:
@@ -141,9 +143,9 @@ class OnlineAttention:
         blocks, stored_rows, _, tokens, _ = keys.shape
         identity = np.array_equal(rows, np.arange(stored_rows))
         if self._mask_per_row or self._rows.shape[2] * _TOKENS_PER_ROW > tokens:
-            lined_up = [_side_by_side(states, None if identity else rows) for states in (keys, values)]
-            with self._account.temporary(_if_new(lined_up[0], keys), _if_new(lined_up[1], values)):
-                self.add(*lined_up, start)
+            key, value = (_side_by_side(states, None if identity else rows) for states in (keys, values))
+            with self._account.temporary(_if_new(key, keys), _if_new(value, values)):
+                self.add(key, value, start)
             return
         bias = self._bias(start, blocks * tokens)
         with self._account.temporary(bias):

@@ -3,9 +3,9 @@
     storage ──▶ [ buffer ] [ buffer ] [ buffer ] ──▶ attention
                  loading    loading    being read
 
-The buffers go round: while attention reads one part, the next ones are being loaded, first those of the same layer,
-then those of the layers that come after it, over the end of the forward pass. Parts are not tied to batch rows, so a
-reorder leaves what is under way as it is.
+The buffers go round: while attention reads one part, the next ones are being loaded, first those of the same
+layer, then those of the layers that come after it, over the end of the forward pass. Parts are not tied to batch
+rows, so a reorder leaves what is under way as it is.
 """
 
 from __future__ import annotations
@@ -164,8 +164,8 @@ class BlockStream:
     def _next(self, layer: LayerState, first_block: int, in_step: bool) -> _Load:
         """The load that brings a layer's blocks from `first_block` on, begun now if nobody foresaw it.
 
-        Blocks that were sealed since its last part was foreseen squeeze in (`in_step`); otherwise what is under way
-        was foreseen wrongly.
+        Blocks that were sealed since its last part was foreseen squeeze in (`in_step`); otherwise what is under
+        way was foreseen wrongly.
         """
         foreseen = bool(self._queue) and self._queue[0].is_next(layer, first_block)
         if not foreseen:
@@ -186,7 +186,9 @@ class BlockStream:
             if first_block >= len(target.table):
                 first_block = 0
                 upcoming = next((layer for layer in following(last.layer) if len(layer.table)), None)
-                if upcoming is None or any(load.layer is upcoming and load.first_block == 0 for load in self._queue):
+                if upcoming is None or any(
+                    load.layer is upcoming and load.first_block == 0 for load in self._queue
+                ):
                     return  # nothing else, or once round
                 target = upcoming
             try:
@@ -203,12 +205,11 @@ class BlockStream:
         chosen = blocks[first_block:end]
         while chosen[-1].layout != layout:
             chosen.pop()
-        buffer = self._free.popleft()
-        try:
-            self._fit(buffer, max(self._buffer_bytes, layout.nbytes))
-        except BaseException:  # out of memory, say
-            self._free.appendleft(buffer)
-            raise
+        nbytes = max(self._buffer_bytes, layout.nbytes)
+        # One that has its memory already, if there is one: there may be no more.
+        buffer = next((free for free in self._free if free.storage.numel() >= nbytes), self._free[0])
+        self._fit(buffer, nbytes)
+        self._free.remove(buffer)
         load = _Load(layer, first_block, chosen, buffer)
         self._residency.retain(chosen)
         load.task = self._lane.worker.submit(lambda: self._run(load))

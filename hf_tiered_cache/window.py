@@ -174,8 +174,8 @@ class WindowBuffer:
         return self._keys[:, :, : self.tokens], self._values[:, :, : self.tokens]
 
     def parts(self, sealed_tokens: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
-        """All tokens as slices K, V `[B, H, T, D]`, each with the position of its first token in a sequence that has
-        so many sealed tokens between sink and ring."""
+        """All tokens as slices K, V `[B, H, T, D]`, each with the position of its first token in a sequence that
+        has so many sealed tokens between sink and ring."""
         if not sealed_tokens:
             if self.tokens:
                 yield *self.views(), 0

@@ -35,8 +35,14 @@ class LateEngine(CpuCopyEngine):
         super()._copy(target, source)
 
 
-class UnorderedEngine(LateEngine):
-    """The control: as late as `LateEngine`, and the compute stream waits for nothing."""
+class StagedLateEngine(LateEngine):
+    """As of a device whose memory the host cannot write to: every block goes through a staging buffer."""
+
+    host_writes = False
+
+
+class UnorderedEngine(StagedLateEngine):
+    """The control: as late as the others, and the compute stream waits for nothing."""
 
     def compute_waits(self, event: Event) -> None:
         return
@@ -44,6 +50,8 @@ class UnorderedEngine(LateEngine):
 
 class MetaEngine(CpuCopyEngine):
     """The engine of a device without data: keeps the books, moves nothing. For tests of placement on devices."""
+
+    host_writes = False
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)

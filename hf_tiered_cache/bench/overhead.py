@@ -18,13 +18,10 @@ import time
 from typing import Any
 
 import torch
-import transformers
-from packaging.version import Version
 from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from ..cache import TieredCache
-
-_CACHE_ARGUMENT = "cache" if Version(transformers.__version__) >= Version("5.24") else "past_key_values"
+from ._models import CACHE_ARGUMENT
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -96,12 +93,12 @@ def run(arguments: argparse.Namespace) -> None:
 def _run_once(model: Any, input_ids: torch.Tensor, steps: int, cache: Cache) -> dict[str, Any]:
     """Prefill and decode greedily by plain forward calls, so that nothing else is timed."""
     started = time.perf_counter()
-    logits = model(input_ids, **{_CACHE_ARGUMENT: cache}, use_cache=True, logits_to_keep=1).logits
+    logits = model(input_ids, **{CACHE_ARGUMENT: cache}, use_cache=True, logits_to_keep=1).logits
     token = logits[:, -1:].argmax(-1)
     tokens = [token.cpu()]
     decoding = time.perf_counter()
     for _ in range(steps):
-        token = model(token, **{_CACHE_ARGUMENT: cache}, use_cache=True).logits.argmax(-1)
+        token = model(token, **{CACHE_ARGUMENT: cache}, use_cache=True).logits.argmax(-1)
         tokens.append(token.cpu())
     ended = time.perf_counter()
     return {

@@ -5,6 +5,7 @@ Each control removes one ordering rule and must give a wrong result: it shows th
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ from transformers import DynamicCache
 from hf_tiered_cache import KVCacheManager, TieredCache, TieredCacheConfig
 from hf_tiered_cache.lane import GatherBuffer, Lane
 from hf_tiered_cache.resources import EngineFactory
+from hf_tiered_cache.stream import BlockStream, Part
 from hf_tiered_cache.transfer.staging import SlotRing
 
-from ..fakes import LateEngine, UnorderedEngine
+from ..fakes import LateEngine, StagedLateEngine, UnorderedEngine
 from ..models import generate, prompt_ids, tiny_llama
 
 
@@ -79,3 +81,64 @@ def test_control_pack_buffer_reused_before_it_was_copied_out(monkeypatch: pytest
 
     monkeypatch.setattr(SlotRing, "next", next_without_waiting)
     assert not matches(LateEngine, {})
+
+
+class TestStreaming:
+    """The same for blocks that stream through a few buffers."""
+
+    @staticmethod
+    def matches(engine_factory: EngineFactory, generation: dict[str, Any], **options: Any) -> bool:
+        """Whether generation in the streaming form gives DynamicCache's tokens, and logits but for rounding."""
+        model = tiny_llama()
+        batch = 1 if "prompt_lookup_num_tokens" in generation else 2
+        input_ids = prompt_ids(120, batch)
+        expected_tokens, expected_logits = generate(
+            model, input_ids, DynamicCache(config=model.config), **generation
+        )
+        settings = TieredCacheConfig(window_tokens=32, block_tokens=16, **options)
+        try:
+            with (
+                KVCacheManager(settings, engine_factory=engine_factory) as manager,
+                TieredCache.for_model(model, manager=manager) as cache,
+            ):
+                tokens, logits = generate(model, input_ids, cache, **generation)
+                assert manager.stats().blocks_sealed > 0
+        finally:
+            model.set_attn_implementation("sdpa")
+        return torch.equal(tokens, expected_tokens) and bool((logits - expected_logits).abs().max() < 1e-5)
+
+    @pytest.mark.parametrize("generation", GENERATIONS.values(), ids=GENERATIONS.keys())
+    @pytest.mark.parametrize("buffers", [2, 3, 7])
+    @pytest.mark.parametrize("engine", [LateEngine, StagedLateEngine])
+    def test_late_copies_change_nothing(
+        self, engine: EngineFactory, buffers: int, generation: dict[str, Any], tmp_path: Path
+    ) -> None:
+        assert self.matches(
+            engine,
+            generation,
+            stream_buffers=buffers,
+            stream_buffer_size=2 * 8192,
+            l1_capacity=6 * 8192,
+            l2_url=tmp_path,
+            staging_blocks=2,
+        )
+
+    def test_control_attention_that_does_not_wait_for_its_blocks(self) -> None:
+        assert not self.matches(UnorderedEngine, {})
+
+    def test_control_attention_that_does_not_wait_for_the_read(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(BlockStream, "_wait", lambda stream, load: None)
+        assert not self.matches(LateEngine, {})
+
+    @pytest.mark.parametrize("engine", [LateEngine, StagedLateEngine])
+    def test_control_buffer_released_before_attention_has_read_it(
+        self, engine: EngineFactory, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        original = BlockStream._parts
+
+        def parts(stream: BlockStream, load: Any) -> Iterator[Part]:
+            stream._lane.engine.recycled(load.buffer.storage)  # as the end of the load does
+            yield from original(stream, load)
+
+        monkeypatch.setattr(BlockStream, "_parts", parts)
+        assert not self.matches(engine, {})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import tempfile
@@ -11,16 +12,17 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from torch.nn.functional import scaled_dot_product_attention
 
 from hf_tiered_cache import KVCacheManager, TieredCacheConfig
-from hf_tiered_cache.metrics import Metrics
 
-from ..fakes import LateEngine, random_kv
+from ..fakes import LateEngine, StagedLateEngine, random_kv
 
 # More for a long run: HF_TIERED_EXAMPLES=2000 pytest tests/faults/test_random_use.py
 EXAMPLES = int(os.environ.get("HF_TIERED_EXAMPLES", "25"))
 LAYERS = 3
-SHAPES = ((2, 8), (1, 4))
+SHAPES = ((2, 8), (2, 4))
+QUERY_HEADS = 4
 Layer = tuple[torch.Tensor, torch.Tensor]
 
 token_counts = st.sampled_from([1, 1, 2, 15, 16, 17, 40, 90])
@@ -37,8 +39,21 @@ class RandomUse(RuleBasedStateMachine):
         storage=st.sampled_from(["l1", "l2", "both"]),
         prefetch_layers=st.integers(1, 3),
         staging=st.sampled_from([1, 2, 8]),
+        stream_buffers=st.integers(2, 4),
+        stream_blocks=st.integers(1, 3),
+        engine=st.sampled_from([LateEngine, StagedLateEngine]),
     )
-    def start(self, window: int, sink: int, storage: str, prefetch_layers: int, staging: int) -> None:
+    def start(
+        self,
+        window: int,
+        sink: int,
+        storage: str,
+        prefetch_layers: int,
+        staging: int,
+        stream_buffers: int,
+        stream_blocks: int,
+        engine: type[LateEngine],
+    ) -> None:
         torch.manual_seed(0)
         self.base = Path(tempfile.mkdtemp(prefix="random-use-"))
         self.manager = KVCacheManager(
@@ -48,19 +63,17 @@ class RandomUse(RuleBasedStateMachine):
                 block_tokens=16,
                 prefetch_layers=prefetch_layers,
                 staging_blocks=staging,
+                stream_buffers=stream_buffers,
+                stream_buffer_size=stream_blocks * 2 * 16 * 24 * 4,
                 l1_path=self.base,
                 l1_capacity={"l1": None, "l2": 0, "both": 20 * 4096}[storage],
                 l2_url=None if storage == "l1" else self.base,
             ),
-            engine_factory=self.make_engine,
+            engine_factory=functools.partial(engine, max_delay_seconds=0.0005),
         )
         self.model: dict[str, dict[int, Layer]] = {}
         self.names = 0
         self.allocate()
-
-    @staticmethod
-    def make_engine(device: torch.device, metrics: Metrics) -> LateEngine:
-        return LateEngine(device, metrics, max_delay_seconds=0.0005)
 
     def pick(self, number: int) -> str:
         return sorted(self.model)[number % len(self.model)]
@@ -97,6 +110,23 @@ class RandomUse(RuleBasedStateMachine):
             keys, values = self.manager.update(request, layer_id, *new)
             assert torch.equal(keys, total[0]) and torch.equal(values, total[1])
             self.model[request][layer_id] = total
+
+    @rule(number=any_number, count=token_counts)
+    def streamed_forward(self, number: int, count: int) -> None:
+        """All layers in turn, part by part."""
+        request = self.pick(number)
+        for layer_id in range(LAYERS):
+            new, total = self.new_tokens(request, layer_id, count)
+            query = torch.randn(new[0].shape[0], QUERY_HEADS, count, SHAPES[0][1])
+            output = self.manager.attend(request, layer_id, query, *new)
+            self.model[request][layer_id] = total
+            tokens = total[0].shape[2]
+            expected = scaled_dot_product_attention(
+                query.double(),
+                *(states.double().repeat_interleave(QUERY_HEADS // SHAPES[0][0], 1) for states in total),
+                attn_mask=torch.ones(count, tokens, dtype=torch.bool).tril(tokens - count),
+            )
+            assert (output.transpose(1, 2) - expected).abs().max() < 1e-5
 
     @rule(number=any_number, layer_id=layer_ids, picks=st.lists(any_number, max_size=6))
     def fetch(self, number: int, layer_id: int, picks: list[int]) -> None:

@@ -1,4 +1,5 @@
-"""The streaming form against eager attention with `DynamicCache`: every model that supports it, every decoding mode.
+"""The streaming form against eager attention with `DynamicCache`: every model that supports it, every decoding
+mode.
 
 Window 32, blocks of 16 tokens, two buffers of one to four blocks: a prompt of 100 tokens streams in several parts.
 """
@@ -43,7 +44,8 @@ from .zoo import ZOO, model_of
 
 # Of logits between -8 and 8; sdpa with everything in memory differs from eager by up to 1e-5 on these models.
 TOLERANCE = 2e-5
-# Here rounding is amplified, and sdpa itself is farther from eager than that; streaming may be twice as far as sdpa.
+# Here rounding is amplified, and sdpa itself is farther from eager than that; streaming may be twice as far as
+# sdpa.
 AMPLIFYING = {("qwen3next", "beam_search")}
 
 
@@ -79,8 +81,8 @@ def expected_outcome(name: str, mode: str) -> Outcome:
 
 
 def deviation(outcome: Outcome, expected: Outcome) -> float:
-    """The largest difference of a logit, where tokens are the same. What follows a padding token is nobody's concern:
-    sdpa and eager differ there as well."""
+    """The largest difference of a logit, where tokens are the same. What follows a padding token is nobody's
+    concern: sdpa and eager differ there as well."""
     real = torch.ones_like(expected.tokens, dtype=torch.bool) if expected.real is None else expected.real
     assert torch.equal(outcome.tokens[real], expected.tokens[real])
     worst = 0.0
@@ -175,7 +177,9 @@ def _in_parts(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, blo
         cut = blocks * block_tokens
         if older > cut:
             online.add(keys[:, :, cut:older], values[:, :, cut:older], cut)
-        stored = [states[:, :, :cut].unflatten(2, (blocks, -1)).permute(2, 0, 1, 3, 4) for states in (keys, values)]
+        stored = [
+            states[:, :, :cut].unflatten(2, (blocks, -1)).permute(2, 0, 1, 3, 4) for states in (keys, values)
+        ]
         online.add_blocks(stored[0].contiguous(), stored[1].contiguous(), 0, np.arange(1))
         return online.finish()
 
@@ -191,7 +195,9 @@ class TestForModel:
             MODES["continued"](model, lambda config: DynamicCache(config=config))  # serves other caches as well
 
     @pytest.mark.parametrize("name", GATHERED)
-    def test_others_stay_as_they_are_and_it_says_so_once(self, name: str, caplog: pytest.LogCaptureFixture) -> None:
+    def test_others_stay_as_they_are_and_it_says_so_once(
+        self, name: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
         model = model_of(name)
         before = model.config._attn_implementation
         _say_once_that_layers_are_gathered.cache_clear()
@@ -206,7 +212,11 @@ class TestForModel:
         model = LlavaForConditionalGeneration(
             LlavaConfig(
                 vision_config=CLIPVisionConfig(
-                    hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=16,
+                    hidden_size=16,
+                    intermediate_size=16,
+                    num_hidden_layers=1,
+                    num_attention_heads=2,
+                    image_size=16,
                     patch_size=8,
                 ),
                 text_config=LlamaConfig(
@@ -225,12 +235,15 @@ class TestWhatCannotBeStreamed:
 
     def test_unconsumed_update_raises_at_the_next(self) -> None:
         model = model_of("llama")
-        with attention(model, TIERED), TieredCache(config=model.config, window_tokens=32, block_tokens=16) as cache:
+        with (
+            attention(model, TIERED),
+            TieredCache(config=model.config, window_tokens=32, block_tokens=16) as cache,
+        ):
             states = torch.randn(1, text_config(model).num_key_value_heads, 100, 8)
             key, value = cache.update(states, states, 0)
             assert key.shape[2] == 100 and PendingAttention.of(key, value) is not None
             for _ in range(2):
-                with pytest.raises(UnsupportedModelError, match=r"layer 0 did not pass .* on"):
+                with pytest.raises(UnsupportedModelError, match=r"layer 0 did not pass on"):
                     cache.update(states, states, 1)
             for change in (lambda: cache.crop(-1), lambda: cache.reorder_cache(torch.tensor([0]))):
                 with pytest.raises(UnsupportedModelError, match="layer 0"):
@@ -246,17 +259,22 @@ class TestWhatCannotBeStreamed:
             patch.setattr("hf_tiered_cache.cache_layer.can_stream", lambda config: True)
             with (
                 TieredCache(config=model.config, window_tokens=32, block_tokens=16) as cache,
-                pytest.raises(UnsupportedModelError, match="did not pass"),
+                pytest.raises(UnsupportedModelError, match="did not pass on"),
                 torch.no_grad(),
             ):
                 model(**prompt(100), use_cache=True, **cache_argument(cache))
         assert model.config._attn_implementation == attn
 
-    @pytest.mark.parametrize("changed", [{"dropout": 0.1}, {"is_causal": False}, {"position_bias": torch.zeros(1)}])
+    @pytest.mark.parametrize(
+        "changed", [{"dropout": 0.1}, {"is_causal": False}, {"position_bias": torch.zeros(1)}]
+    )
     def test_unsupported_arguments(self, changed: dict[str, Any]) -> None:
         model = model_of("llama")
         states = torch.randn(1, text_config(model).num_key_value_heads, 100, 8)
-        with attention(model, TIERED), TieredCache(config=model.config, window_tokens=32, block_tokens=16) as cache:
+        with (
+            attention(model, TIERED),
+            TieredCache(config=model.config, window_tokens=32, block_tokens=16) as cache,
+        ):
             key, value = cache.update(states, states, 0)
             with pytest.raises(UnsupportedModelError, match=r"which streaming attention does not do"):
                 tiered_attention_forward(torch.nn.Module(), states, key, value, None, **changed)
@@ -264,7 +282,10 @@ class TestWhatCannotBeStreamed:
     def test_one_update_one_attention(self) -> None:
         model = model_of("llama")
         states = torch.randn(1, text_config(model).num_key_value_heads, 100, 8)
-        with attention(model, TIERED), TieredCache(config=model.config, window_tokens=32, block_tokens=16) as cache:
+        with (
+            attention(model, TIERED),
+            TieredCache(config=model.config, window_tokens=32, block_tokens=16) as cache,
+        ):
             key, value = cache.update(states, states, 0)
             tiered_attention_forward(torch.nn.Module(), states, key, value, None)
             with pytest.raises(UnsupportedModelError, match="twice"):

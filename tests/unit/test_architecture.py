@@ -30,7 +30,8 @@ ROWS = [
     {"cache_layer"},
     {"cache"},
     {"", "transfer"},
-    {"bench", "bench.overhead"},
+    {"bench", "bench._models"},
+    {"bench.longcontext", "bench.overhead", "bench.overlap"},
     {"bench.__main__"},
 ]
 ROW_OF = {module: row for row, modules in enumerate(ROWS) for module in modules}

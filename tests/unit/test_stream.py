@@ -1,0 +1,226 @@
+"""The buffers through which sealed blocks stream: what is loaded ahead, what is forgotten, what errors leave."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hf_tiered_cache import KVCacheManager, TieredCacheConfig, TierReadError
+from hf_tiered_cache.errors import ConfigError
+from hf_tiered_cache.stream import BlockStream
+
+from ..fakes import FAULTS, LateEngine, random_kv
+
+LAYERS, BLOCK_TOKENS = 3, 16
+BLOCK_BYTES = 2 * 2 * BLOCK_TOKENS * 8 * 4
+
+
+@pytest.fixture
+def manager() -> Iterator[KVCacheManager]:
+    """Three layers of 200 tokens, of which ten blocks each are sealed; three buffers of two blocks."""
+    FAULTS.reset()
+    config = TieredCacheConfig(
+        window_tokens=32,
+        block_tokens=BLOCK_TOKENS,
+        stream_buffer_size=2 * BLOCK_BYTES,
+        l1_tier="faulty",
+    )
+    with KVCacheManager(config, engine_factory=LateEngine) as manager:
+        manager.allocate("a")
+        for layer_id in range(LAYERS):
+            manager.append("a", layer_id, *random_kv(200))
+        manager.flush()
+        yield manager
+    FAULTS.reset()
+
+
+def attend(manager: KVCacheManager, layer_id: int, tokens: int = 1, request: str = "a") -> torch.Tensor:
+    """A step of one layer."""
+    return manager.attend(request, layer_id, torch.randn(1, 4, tokens, 8), *random_kv(tokens))
+
+
+def stream_of(manager: KVCacheManager) -> BlockStream:
+    """The one of the CPU."""
+    return manager._resources.streams[torch.device("cpu")]
+
+
+def loads(manager: KVCacheManager) -> list[tuple[int, int, int]]:
+    """What is under way: layer, first block, number of blocks."""
+    return [(load.layer.layer_idx, load.first_block, len(load.blocks)) for load in stream_of(manager)._queue]
+
+
+def test_the_next_layers_are_loaded_ahead(manager: KVCacheManager) -> None:
+    attend(manager, 0)
+    assert loads(manager) == [(0, 0, 2), (0, 2, 2), (0, 4, 2)]  # no other layer was streamed yet
+    for layer_id in (1, 2):
+        attend(manager, layer_id)
+    assert loads(manager) == [(0, 0, 2), (0, 2, 2), (0, 4, 2)]
+    misses = manager.stats().prefetch_misses
+    for layer_id in (0, 1, 2, 0, 1, 2):
+        attend(manager, layer_id)
+    assert manager.stats().prefetch_misses == misses
+
+
+def test_a_layer_that_was_not_expected_starts_over(manager: KVCacheManager) -> None:
+    for layer_id in (0, 1, 2, 0):
+        attend(manager, layer_id)
+    assert loads(manager)[0][0] == 1
+    attend(manager, 2)
+    assert manager.stats().prefetch_misses > 0
+    assert loads(manager)[0][0] != 2 and len(stream_of(manager)._free) + len(loads(manager)) == 3
+
+
+def test_blocks_sealed_meanwhile_squeeze_in(manager: KVCacheManager) -> None:
+    """The end of a layer is not what was foreseen; what was foreseen for the next layer stays."""
+    for _ in range(2):
+        for layer_id in range(LAYERS):
+            attend(manager, layer_id)
+    before = manager.stats()
+    for layer_id in range(LAYERS):
+        attend(manager, layer_id, tokens=40)
+    for layer_id in range(LAYERS):
+        attend(manager, layer_id)
+    after = manager.stats()
+    sealed_blocks = after.blocks_sealed - before.blocks_sealed
+    assert sealed_blocks and after.prefetch_misses - before.prefetch_misses <= sealed_blocks
+
+
+def test_a_reorder_loses_nothing_under_way(manager: KVCacheManager) -> None:
+    for _ in range(2):
+        for layer_id in range(LAYERS):
+            attend(manager, layer_id)
+    misses = manager.stats().prefetch_misses
+    for layer_id in range(LAYERS):
+        manager.select_rows("a", layer_id, np.array([0, 0]))
+        manager.attend("a", layer_id, torch.randn(2, 4, 1, 8), *random_kv(1, batch=2))
+    assert manager.stats().prefetch_misses == misses
+
+
+def test_a_crop_is_noticed(manager: KVCacheManager) -> None:
+    for _ in range(2):
+        for layer_id in range(LAYERS):
+            attend(manager, layer_id)
+    for layer_id in range(LAYERS):
+        manager.crop("a", layer_id, 195)
+    for layer_id in range(LAYERS):
+        attend(manager, layer_id, tokens=150)
+    keys, values = manager.fetch("a", 0, range(manager.tokens("a", 0)))
+    query, (key, value) = torch.randn(1, 4, 1, 8), random_kv(1)
+    output = manager.attend("a", 0, query, key, value)
+    keys, values = torch.cat([keys, key], 2).repeat_interleave(2, 1), torch.cat([values, value], 2)
+    expected = torch.nn.functional.scaled_dot_product_attention(query, keys, values.repeat_interleave(2, 1))
+    assert (output.transpose(1, 2) - expected).abs().max() < 1e-5
+
+
+def test_two_requests_do_not_starve_each_other(manager: KVCacheManager) -> None:
+    manager.fork("a", "b")
+    for _ in range(3):
+        for request in "ab":
+            for layer_id in range(LAYERS):
+                attend(manager, layer_id, request=request)
+    # Of each request's first layer the first part was not foreseen; all the rest was.
+    assert manager.stats().prefetch_hits > 3 * manager.stats().prefetch_misses
+
+
+def test_freeing_a_request_forgets_its_loads(manager: KVCacheManager) -> None:
+    for layer_id in range(LAYERS):
+        attend(manager, layer_id)
+    assert loads(manager)
+    manager.free("a")
+    assert not loads(manager)
+    manager.flush()
+    assert manager.stats().tiers["L1"].blocks == 0
+
+
+def test_prefetch_starts_loads(manager: KVCacheManager) -> None:
+    for layer_id in range(LAYERS):
+        attend(manager, layer_id)
+    stream_of(manager)._start_over()
+    assert manager.prefetch("a", [0]) == 1
+    assert loads(manager)[0] == (0, 0, 2)
+    assert manager.prefetch("a", [0]) == 0  # under way
+
+
+def test_a_failed_read_is_raised_and_changes_nothing(manager: KVCacheManager) -> None:
+    for layer_id in range(LAYERS):
+        attend(manager, layer_id)
+    tokens = manager.tokens("a", 0)
+    FAULTS.read_error = "NOT_FOUND: gone"
+    with pytest.raises(TierReadError):
+        for _ in range(3):  # what was loaded ahead is still good
+            attend(manager, 0)
+            tokens += 1
+    assert manager.tokens("a", 0) == tokens
+    with pytest.raises(TierReadError):
+        attend(manager, 0, tokens=5)
+    assert manager.tokens("a", 0) == tokens
+    FAULTS.read_error = None
+    keys, values = manager.fetch("a", 0, range(tokens))
+    query, (key, value) = torch.randn(1, 4, 1, 8), random_kv(1)
+    output = manager.attend("a", 0, query, key, value)
+    keys, values = torch.cat([keys, key], 2).repeat_interleave(2, 1), torch.cat([values, value], 2)
+    expected = torch.nn.functional.scaled_dot_product_attention(query, keys, values.repeat_interleave(2, 1))
+    assert (output.transpose(1, 2) - expected).abs().max() < 1e-5
+    assert len(stream_of(manager)._free) + len(loads(manager)) == 3
+
+
+def test_a_failing_kernel_leaves_the_buffers_whole(
+    manager: KVCacheManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for layer_id in range(LAYERS):
+        attend(manager, layer_id)
+    tokens, l0_bytes = manager.tokens("a", 0), manager.stats().l0_bytes
+
+    def fail(*arguments: Any) -> None:
+        raise RuntimeError("out of something")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("hf_tiered_cache.online_attention.OnlineAttention.add_blocks", fail)
+        for new_tokens in (1, 3):
+            with pytest.raises(RuntimeError, match="out of something"):
+                attend(manager, 0, tokens=new_tokens)
+    assert manager.tokens("a", 0) == tokens and manager.stats().l0_bytes == l0_bytes
+    attend(manager, 0)
+    assert len(stream_of(manager)._free) + len(loads(manager)) == 3
+
+
+def test_no_memory_to_look_ahead_is_no_error(manager: KVCacheManager, monkeypatch: pytest.MonkeyPatch) -> None:
+    allocate = LateEngine._allocate
+    allocations = []
+
+    def one_buffer_only(engine: LateEngine, nbytes: int) -> torch.Tensor:
+        if nbytes >= 2 * BLOCK_BYTES:
+            allocations.append(nbytes)
+            if len(allocations) > 1:
+                raise torch.OutOfMemoryError
+        return allocate(engine, nbytes)
+
+    monkeypatch.setattr(LateEngine, "_allocate", one_buffer_only)
+    assert attend(manager, 0).isfinite().all()
+    assert len(allocations) > 1
+
+
+def test_what_cannot_be_attended_to_adds_nothing(manager: KVCacheManager) -> None:
+    key, value = random_kv(2)
+    for query, new in (
+        (torch.randn(1, 4, 3, 8), (key, value)),
+        (torch.randn(1, 3, 2, 8), (key, value)),
+        (torch.randn(1, 4, 2, 8), random_kv(2, batch=2)),
+        (torch.randn(1, 4, 2, 8).bfloat16(), (key, value)),
+    ):
+        with pytest.raises(ConfigError):
+            manager.attend("a", 0, query, *new)
+    assert manager.tokens("a", 0) == 200
+
+
+def test_a_block_larger_than_a_buffer() -> None:
+    config = TieredCacheConfig(window_tokens=32, block_tokens=32, stream_buffer_size=100)
+    with KVCacheManager(config) as manager:
+        manager.allocate("a")
+        manager.append("a", 0, *random_kv(200))
+        assert attend(manager, 0).isfinite().all()
+        assert manager.stats().peak_l0_bytes > 3 * 2 * BLOCK_BYTES
