@@ -20,7 +20,7 @@ from .metrics import L0Account
 # Scores that the plain form holds at a time; queries beyond go through in pieces.
 MATMUL_SCORE_ELEMENTS = 1 << 22
 # Keys and values that are converted at a time.
-_CONVERTED_BYTES = 4 << 20
+CONVERTED_BYTES = 4 << 20
 
 Result = tuple[torch.Tensor, torch.Tensor]
 
@@ -97,7 +97,7 @@ def _cpu_flash(
     output = torch.empty(*query.shape[:-1], value.shape[-1], dtype=exact)
     lse = torch.empty(query.shape[:-1], dtype=exact)
     batch, heads, tokens, dim = key.shape
-    fitting_heads = max(1, _CONVERTED_BYTES // (8 * tokens * dim))
+    fitting_heads = max(1, CONVERTED_BYTES // (8 * tokens * dim))
     batch_step, head_step = max(1, fitting_heads // heads), min(heads, fitting_heads)
     for part in itertools.product(range(0, batch, batch_step), range(0, heads, head_step)):
         piece = slice(part[0], part[0] + batch_step), slice(part[1], part[1] + head_step)
@@ -159,19 +159,22 @@ def _matmul(
         for first in range(0, rows, step):
             piece = slice(first, min(first + step, rows))
             visible = piece.stop if scoring.causal else tokens
-            queries = query[:, :, piece].to(exact) * scoring.scale
+            queries = query[:, :, piece].to(exact)
             scores = torch.matmul(queries, keys[..., :visible, :].transpose(-1, -2))
-            with account.temporary(queries, scores):
+            with account.temporary(scores, queries if exact is not query.dtype else None):
                 _finish_scores(scores, piece, scoring)
-                torch.logsumexp(scores, dim=-1, out=lse[:, :, piece])
+                lse[:, :, piece] = torch.logsumexp(scores, dim=-1)
                 scores.sub_(lse[:, :, piece, None]).exp_()
-                output[:, :, piece] = torch.matmul(scores, values[..., :visible, :])
+                weighted = torch.matmul(scores, values[..., :visible, :])
+                with account.temporary(weighted):
+                    output[:, :, piece] = weighted
     return output, lse
 
 
 def _finish_scores(scores: torch.Tensor, piece: slice, scoring: Scoring) -> None:
-    """Cap, bias and mask the scores of some rows, in place."""
+    """Scale, cap, bias and mask the products of some rows, in place."""
     visible = scores.shape[-1]
+    scores.mul_(scoring.scale)
     if scoring.softcap is not None:
         scores.div_(scoring.softcap).tanh_().mul_(scoring.softcap)
     if scoring.bias is not None:

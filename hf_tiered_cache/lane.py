@@ -15,7 +15,7 @@ from .window import Geometry, WindowBuffer
 from .writeback import WriteBack
 
 # One more block can be packed while the one before is copied out; likewise for loading.
-_SLOTS_PER_RING = 2
+SLOTS_PER_RING = 2
 
 
 @dataclass(eq=False)
@@ -61,14 +61,14 @@ class Lane:
         self._metrics = metrics
         self._staging = StagingPool(engine, staging_blocks)
         self._pack = SlotRing(
-            _SLOTS_PER_RING,
+            SLOTS_PER_RING,
             allocate=engine.allocate,
             free=engine.free,
             recycled=engine.recycled,
             wait=engine.compute_waits,
         )
         self.loading = SlotRing(
-            _SLOTS_PER_RING,
+            SLOTS_PER_RING,
             allocate=engine.allocate_host,
             free=lambda buffer: None,
             recycled=engine.recycled,

@@ -167,7 +167,8 @@ class OnlineAttention:
             self._output.mul_(torch.sigmoid(self._lse - per_row).unsqueeze(-1))
         output = self._output.unflatten(2, (self._groups, self._queries)).permute(0, 3, 1, 2, 4)
         result = torch.empty(output.shape, dtype=self._dtype, device=output.device)
-        return result.copy_(output).flatten(2, 3)
+        with self._account.temporary(result):  # from then on it is the model's
+            return result.copy_(output).flatten(2, 3)
 
     def __enter__(self) -> OnlineAttention:
         return self
@@ -204,7 +205,7 @@ class OnlineAttention:
             outputs, lses = self._attend(repeated, keys.flatten(0, 1), values.flatten(0, 1), bias)
             outputs, lses = outputs.unflatten(0, (blocks, -1)), lses.unflatten(0, (blocks, -1))
             lse = torch.logsumexp(lses, dim=0)
-            weights = torch.exp(lses - lse).unsqueeze(-1)
+            weights = (lses - lse).exp_().unsqueeze(-1)
             with self._account.temporary(outputs, lses, weights, weights):
                 weighted = outputs.to(weights.dtype)
                 with self._account.temporary(_if_new(weighted, outputs)):
@@ -224,7 +225,7 @@ class OnlineAttention:
         """Join a part's result with what there is of some batch members and query rows."""
         all_output, all_lse = self._output[members, :, rows], self._lse[members, :, rows]
         joined = torch.logaddexp(all_lse, lse)
-        kept, added = torch.exp(all_lse - joined), torch.exp(lse - joined)
+        kept, added = (all_lse - joined).exp_(), (lse - joined).exp_()
         converted = output.to(all_output.dtype)
         with self._account.temporary(output, lse, joined, kept, added, _if_new(converted, output)):
             all_output.mul_(kept.unsqueeze(-1)).addcmul_(converted, added.unsqueeze(-1))

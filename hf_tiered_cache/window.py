@@ -100,6 +100,11 @@ class Geometry:
         return -(-keys // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES, -(-values // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
+def ring_tokens(window_tokens: int, block_tokens: int) -> int:
+    """Tokens that a ring has room for: a whole window, the block about to leave, and the block that comes in."""
+    return (-(-window_tokens // block_tokens) + 2) * block_tokens
+
+
 class WindowBuffer:
     """Sink and newest tokens of one layer, K and V; see the module for the map.
 
@@ -124,8 +129,7 @@ class WindowBuffer:
         self._sink_tokens = sink_tokens
         self._window_tokens = window_tokens
         self._block_tokens = block_tokens
-        # A whole window, the block about to leave, and the block that comes in.
-        self._ring_tokens = (-(-window_tokens // block_tokens) + 2) * block_tokens
+        self._ring_tokens = ring_tokens(window_tokens, block_tokens)
         self._start = 0
         self._capacity_tokens = 0
         self._buffer = engine.allocate(0)

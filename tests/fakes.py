@@ -30,9 +30,23 @@ class LateEngine(CpuCopyEngine):
     def recycled(self, buffer: torch.Tensor) -> None:
         buffer.fill_(POISON)
 
+    def record_compute(self) -> Event:
+        return _LateEvent(self._dawdle)  # what waits for it, a copy or a read, starts late
+
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        time.sleep(self._random.random() * self._max_delay_seconds)
+        self._dawdle()
         super()._copy(target, source)
+
+    def _dawdle(self) -> None:
+        time.sleep(self._random.random() * self._max_delay_seconds)
+
+
+class _LateEvent:
+    def __init__(self, dawdle: Callable[[], None]) -> None:
+        self._dawdle = dawdle
+
+    def wait(self) -> None:
+        self._dawdle()
 
 
 class StagedLateEngine(LateEngine):

@@ -26,7 +26,7 @@ ROWS = [
     {"paths"},
     {"report"},
     {"manager"},
-    {"attention"},
+    {"attention", "planner"},
     {"cache_layer"},
     {"cache"},
     {"", "transfer"},

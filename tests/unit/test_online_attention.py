@@ -121,7 +121,7 @@ def test_kernels(
 ) -> None:
     """Output and log-sum-exp against float64, for pieces of the queries, heads and batch."""
     monkeypatch.setattr(kernels, "MATMUL_SCORE_ELEMENTS", 500)
-    monkeypatch.setattr(kernels, "_CONVERTED_BYTES", 5000)
+    monkeypatch.setattr(kernels, "CONVERTED_BYTES", 5000)
     torch.manual_seed(0)
     query, key, value = (torch.randn(3, 4, 24, 8).to(dtype) for _ in range(3))
     bias = torch.randn(3, 1, 1, 24).to(dtype) if biased else None

@@ -1,0 +1,106 @@
+"""What a cache needs, before there is one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedConfig
+from transformers.cache_utils import DynamicCache, DynamicLayer
+
+from .config import TieredCacheConfig
+from .kernels import CONVERTED_BYTES, MATMUL_SCORE_ELEMENTS
+from .lane import SLOTS_PER_RING
+from .metrics import format_bytes
+from .window import Geometry, ring_tokens
+
+
+@dataclass(frozen=True)
+class StreamingL0:
+    """Accelerator memory of a cache whose blocks stream to the attention; see `plan_streaming`.
+
+    Args:
+        window_bytes: sink and window of all layers.
+        buffer_bytes: the buffers through which blocks stream.
+        packing_bytes: blocks on their way out.
+        attention_bytes: queries, results and temporary tensors of the attention of one layer.
+    """
+
+    window_bytes: int
+    buffer_bytes: int
+    packing_bytes: int
+    attention_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """The most that is held at a time."""
+        return self.window_bytes + self.buffer_bytes + self.packing_bytes + self.attention_bytes
+
+    def __str__(self) -> str:
+        return (
+            f"{format_bytes(self.total_bytes)}: windows {format_bytes(self.window_bytes)}, "
+            f"stream buffers {format_bytes(self.buffer_bytes)}, packing {format_bytes(self.packing_bytes)}, "
+            f"attention {format_bytes(self.attention_bytes)}"
+        )
+
+
+def plan_streaming(
+    config: PreTrainedConfig,
+    cache_config: TieredCacheConfig,
+    *,
+    batch_size: int = 1,
+    query_tokens: int = 1,
+    dtype: torch.dtype | None = None,
+) -> StreamingL0:
+    """How much accelerator memory the streaming form takes, at most. It does not depend on the context's length.
+
+    Of what PyTorch's attention kernels allocate inside, and of the model itself, nothing is included.
+
+    Args:
+        config: of a model that streams; see `TieredCache.for_model`.
+        cache_config: settings of the cache.
+        batch_size: rows, beams included.
+        query_tokens: most tokens in one forward pass: `prefill_chunk_size`, or the whole prompt without it.
+        dtype: of K and V; the model's when `None`.
+    """
+    text = config.get_text_config(decoder=True)
+    heads = text.num_attention_heads
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    geometry = Geometry(batch_size, kv_heads, dim, kv_heads, dim, dtype or text.dtype or torch.float32)
+    layers = sum(type(layer) is DynamicLayer for layer in DynamicCache(config=config).layers)
+    held = cache_config.sink_tokens + ring_tokens(cache_config.window_tokens, cache_config.block_tokens)
+    block_bytes = geometry.layout(cache_config.block_tokens).nbytes
+    one_buffer = max(cache_config.stream_buffer_bytes, block_bytes)
+    softcap = getattr(text, "attn_logit_softcapping", None) is not None
+    part_tokens = max(held, query_tokens, one_buffer // block_bytes * cache_config.block_tokens)
+    attention = _attention_bytes(geometry, heads, query_tokens, part_tokens, one_buffer, softcap)
+    return StreamingL0(
+        window_bytes=layers * geometry.nbytes(held),
+        buffer_bytes=cache_config.stream_buffers * one_buffer,
+        packing_bytes=SLOTS_PER_RING * block_bytes,
+        # A window that grows is there twice for a moment, when no attention is being computed.
+        attention_bytes=max(attention, geometry.nbytes(held)),
+    )
+
+
+def _attention_bytes(
+    geometry: Geometry, heads: int, queries: int, part_tokens: int, buffer_bytes: int, softcap: bool
+) -> int:
+    """Upper bound of what `OnlineAttention` and its kernels hold for one layer, in parts of so many tokens."""
+    item, exact = geometry.dtype.itemsize, max(4, geometry.dtype.itemsize)
+    rows = geometry.batch * heads * queries
+    running = rows * geometry.key_dim * item + rows * (geometry.value_dim + 1) * exact
+    # Of one part: its output, which may have to be converted, and four numbers per row.
+    part = rows * (geometry.value_dim * (item + exact) + 4 * exact)
+    side_by_side = buffer_bytes
+    per_head = (geometry.key_dim + geometry.value_dim) * exact
+    converted = geometry.batch * geometry.key_heads * part_tokens * per_head if item < exact else 0
+    if softcap:
+        at_once = max(MATMUL_SCORE_ELEMENTS, geometry.batch * geometry.key_heads * part_tokens)
+        kernel = converted + min(at_once, rows * part_tokens) * exact
+        kernel += rows * (geometry.key_dim + geometry.value_dim) * exact
+    else:
+        kernel = min(converted, max(CONVERTED_BYTES, part_tokens * per_head))
+        kernel += 2 * rows * geometry.key_dim * exact * (item < exact)
+    return running + part + side_by_side + kernel
