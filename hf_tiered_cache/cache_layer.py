@@ -243,6 +243,7 @@ class TieredLayer(DynamicLayer):
                 f"crop({tokens_to_remove}): pass a negative number, the newest tokens to remove, e.g. crop(-3)"
             )
         self._binding.check_consumed()
+        tokens_to_remove = int(tokens_to_remove)  # assisted decoding passes a tensor
         if tokens_to_remove and self.get_seq_length():
             self._binding.manager.crop(self._binding.request_id, self._layer_idx, -tokens_to_remove)
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from packaging.version import Version
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import (
     AttentionInterface,
@@ -40,26 +41,17 @@ from hf_tiered_cache.cache import _say_once_that_layers_are_gathered
 from hf_tiered_cache.online_attention import AttentionRule, OnlineAttention
 
 from .modes import BLOCK_TOKENS, MODES, WINDOW_TOKENS, Outcome, cache_argument, prompt
-from .zoo import ZOO, model_of
+from .zoo import TRANSFORMERS_VERSION, ZOO, model_of
 
 # Of logits between -8 and 8; sdpa with everything in memory differs from eager by up to 1e-5 on these models.
 TOLERANCE = 2e-5
-# Here rounding is amplified, and sdpa itself is farther from eager than that; streaming may be twice as far as
-# sdpa.
-AMPLIFYING = {("qwen3next", "beam_search")}
+# A recurrent model amplifies rounding: here sdpa itself is 2.2e-5 away from eager, streaming 2.8e-5.
+EXCEPTIONS = {("qwen3next", "beam_search"): 4e-5}
 
 
 def text_config(model: PreTrainedModel) -> PreTrainedConfig:
     """The part of the config that describes the decoder."""
     return model.config.get_text_config(decoder=True)
-
-
-STREAMED = [
-    name
-    for name, entry in ZOO.items()
-    if text_config(model_of(name)).model_type in STREAMING_MODELS and entry.dtype is torch.float32
-]
-GATHERED = [name for name in ZOO if text_config(model_of(name)).model_type not in STREAMING_MODELS]
 
 
 @contextmanager
@@ -71,6 +63,19 @@ def attention(model: PreTrainedModel, implementation: str) -> Iterator[None]:
         yield
     finally:
         model.set_attn_implementation(before)
+
+
+def can_be_set(name: str) -> bool:
+    """Whether this version of the model lets its attention be chosen; a few older ones do not."""
+    with attention(model_of(name), TIERED):
+        return bool(text_config(model_of(name))._attn_implementation == TIERED)
+
+
+STREAMED = [
+    name for name in ZOO if text_config(model_of(name)).model_type in STREAMING_MODELS and can_be_set(name)
+]
+GATHERED = [name for name in ZOO if name not in STREAMED]
+EXACT = [name for name in STREAMED if ZOO[name].dtype is torch.float32]
 
 
 @functools.cache
@@ -93,23 +98,11 @@ def deviation(outcome: Outcome, expected: Outcome) -> float:
     return worst
 
 
-@functools.cache
-def tolerance(name: str, mode: str) -> float:
-    """How far logits may be from eager ones."""
-    if (name, mode) not in AMPLIFYING:
-        return TOLERANCE
-    with attention(model_of(name), "sdpa"):
-        stock = MODES[mode](model_of(name), lambda config: DynamicCache(config=config))
-    stock_deviation = deviation(stock, expected_outcome(name, mode))
-    assert stock_deviation > TOLERANCE, "no longer an exception"
-    return 2 * stock_deviation
-
-
 @pytest.mark.parametrize(
     ("name", "mode"),
     [
         pytest.param(name, mode, id=f"{name}-{mode}")
-        for name in STREAMED
+        for name in EXACT
         for mode in MODES
         if ZOO[name].refusal(mode) is None
     ],
@@ -138,15 +131,16 @@ def test_same_as_eager(name: str, mode: str, monkeypatch: pytest.MonkeyPatch) ->
     with attention(model, TIERED):
         outcome = MODES[mode](model, make_cache)
     with outcome.cache as cache:
-        assert deviation(outcome, expected) <= tolerance(name, mode)
+        assert deviation(outcome, expected) <= EXCEPTIONS.get((name, mode), TOLERANCE)
         assert cache.stats().tiers["L1"].blocks > 0
     assert attended, "nothing was streamed"
 
 
 def test_the_list_is_what_was_tested() -> None:
     """No model is listed on trust."""
-    tested = {text_config(model_of(name)).model_type for name in STREAMED}
-    assert tested == STREAMING_MODELS or tested == STREAMING_MODELS - {"dory"}  # newer than 5.17
+    tested = {text_config(model_of(name)).model_type for name in EXACT}
+    new_in_5_24 = {"dory", "gptj", "codegen"} if Version("5.24") > TRANSFORMERS_VERSION else set()
+    assert tested >= STREAMING_MODELS - new_in_5_24
 
 
 def test_bfloat16_is_as_exact_as_the_fused_kernel() -> None:

@@ -11,6 +11,8 @@ import torch
 from transformers import DynamicCache
 
 from hf_tiered_cache import KVCacheManager, TieredCache, TieredCacheConfig
+from hf_tiered_cache.kernels import Problem, Scoring, attend, kernel_for
+from hf_tiered_cache.metrics import L0Account
 from hf_tiered_cache.transfer.engine import CudaCopyEngine
 
 from ..fakes import POISON, pieces, random_kv
@@ -35,6 +37,11 @@ class LateCudaEngine(CudaCopyEngine):
         with torch.cuda.stream(self._in):
             torch.cuda._sleep(_DELAY_CYCLES)
         return super().copy_in(*arguments, **options)
+
+    def copy_in_whole(self, *arguments: Any, **options: Any) -> Any:
+        with torch.cuda.stream(self._in):
+            torch.cuda._sleep(_DELAY_CYCLES)
+        return super().copy_in_whole(*arguments, **options)
 
     def copy_out(self, *arguments: Any, **options: Any) -> Any:
         with torch.cuda.stream(self._out):
@@ -78,6 +85,71 @@ def test_same_as_dynamic_cache(
 
 def test_control_without_waits(tmp_path: Path) -> None:
     assert not _matches(UnorderedCudaEngine, torch.float32, tmp_path)
+
+
+def _streaming_deviation(engine: type[CudaCopyEngine], tmp_path: Path, **generation: Any) -> float:
+    """How far logits in the streaming form are from those of sdpa with everything in memory; infinite when tokens
+    differ."""
+    model = copy.deepcopy(tiny_llama()).to("cuda")
+    input_ids = prompt_ids(300, batch=2).cuda()
+    expected = generate(model, input_ids, DynamicCache(config=model.config), **generation)
+    settings = TieredCacheConfig(
+        window_tokens=64, block_tokens=32, stream_buffer_size="16KiB", l1_capacity=40 * 8192, l2_url=tmp_path
+    )
+    with (
+        KVCacheManager(settings, engine_factory=engine) as manager,
+        TieredCache.for_model(model, manager=manager) as cache,
+    ):
+        found = generate(model, input_ids, cache, **generation)
+        assert manager.stats().blocks_sealed > 0
+    if not torch.equal(found[0], expected[0]):
+        return float("inf")
+    return (found[1] - expected[1]).abs().max().nan_to_num(float("inf")).item()
+
+
+@pytest.mark.parametrize(
+    "generation",
+    [{}, {"num_beams": 3, "num_return_sequences": 2}, {"prefill_chunk_size": 70}],
+    ids=["greedy", "beams", "chunked"],
+)
+@pytest.mark.parametrize("engine", [CudaCopyEngine, LateCudaEngine])
+def test_streaming(engine: type[CudaCopyEngine], generation: dict[str, Any], tmp_path: Path) -> None:
+    assert _streaming_deviation(engine, tmp_path, **generation) < 2e-5
+
+
+def test_control_streaming_without_waits(tmp_path: Path) -> None:
+    assert _streaming_deviation(UnorderedCudaEngine, tmp_path) == float("inf")
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "dims", "biased"),
+    [
+        ("cuda flash", torch.bfloat16, (128, 128), False),
+        ("cuda flash", torch.float16, (64, 64), False),
+        ("cuda efficient", torch.float32, (64, 64), False),
+        ("cuda efficient", torch.bfloat16, (64, 64), True),
+        ("cuda efficient", torch.bfloat16, (192, 128), False),
+        ("matmul", torch.float32, (70, 70), True),
+    ],
+)
+@pytest.mark.parametrize("causal", [False, True])
+def test_kernels(name: str, dtype: torch.dtype, dims: tuple[int, int], biased: bool, causal: bool) -> None:
+    """Output and log-sum-exp against float64, by the kernel that is chosen for such a problem."""
+    torch.manual_seed(0)
+    tokens = 77
+    query, key = (torch.randn(3, 4, tokens, dims[0], device="cuda").to(dtype) for _ in range(2))
+    value = torch.randn(3, 4, tokens, dims[1], device="cuda").to(dtype)
+    bias = torch.randn(3, 1, 1, tokens, device="cuda").to(dtype) if biased else None
+    scoring = Scoring(0.1, None, bias, causal)
+    assert kernel_for(Problem.of(query, value, scoring)).name == name
+    output, lse = attend(query, key, value, scoring, L0Account())
+    scores = query.double() @ key.double().transpose(-1, -2) * 0.1
+    scores = scores if bias is None else scores + bias.double()
+    if causal:
+        scores = scores.masked_fill(torch.ones_like(scores[0, 0]).tril() == 0, -torch.inf)
+    tolerance = 2e-5 if dtype is torch.float32 else 2e-2
+    assert (output.double() - scores.softmax(-1) @ value.double()).abs().max() < tolerance
+    assert (lse.double() - scores.logsumexp(-1)).abs().max() < 1e-4
 
 
 def test_manager_on_a_side_stream() -> None:
