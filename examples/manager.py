@@ -31,6 +31,11 @@ def main() -> None:
         check(manager, keys, values, positions)
         print("fetched old and new positions: equal to what was appended")
 
+        query = torch.randn(BATCH, 4 * HEADS, 1, HEAD_DIM)
+        key, value = torch.randn(2, BATCH, HEADS, 1, HEAD_DIM)
+        outputs = [manager.attend("request", layer_id, query, key, value) for layer_id in range(LAYERS)]
+        print(f"attended to {TOKENS + 1} tokens, a few blocks at a time: {tuple(outputs[0].shape)}")
+
         manager.evict("request")  # every full block leaves L0; nothing is lost
         check(manager, keys, values, positions)
         print("fetched again after evict: still equal\n")

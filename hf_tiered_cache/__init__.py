@@ -24,17 +24,21 @@ from .errors import (
 from .eviction import EvictionPolicy, register_eviction
 from .manager import KVCacheManager
 from .metrics import CacheStats, TierStats
+from .online_attention import AttentionRule
+from .planner import StreamingL0, plan_streaming
 from .tiers import Tier, register_tier
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AttentionRule",
     "CacheClosedError",
     "CacheStats",
     "ConfigError",
     "EvictionPolicy",
     "FingerprintMismatchError",
     "KVCacheManager",
+    "StreamingL0",
     "Tier",
     "TierError",
     "TierFullError",
@@ -45,6 +49,7 @@ __all__ = [
     "TieredCacheError",
     "UnsupportedModelError",
     "VerificationError",
+    "plan_streaming",
     "register_eviction",
     "register_tier",
 ]
