@@ -148,6 +148,12 @@ class _Journal(KVCacheManager):
         self._check_from = check_from
         self.errors: list[float] = []
 
+    def update(
+        self, request_id: Hashable, layer_id: int, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self._write(layer_id, key, value)
+        return super().update(request_id, layer_id, key, value)
+
     def attend(
         self,
         request_id: Hashable,
@@ -157,9 +163,7 @@ class _Journal(KVCacheManager):
         value: torch.Tensor,
         rule: AttentionRule | None = None,
     ) -> torch.Tensor:
-        for name, states in (("k", key), ("v", value)):  # [T, H, D], appended
-            with (self._directory / f"{name}{layer_id}").open("ab") as file:
-                file.write(states[0].transpose(0, 1).contiguous().cpu().numpy().tobytes())
+        self._write(layer_id, key, value)
         output = super().attend(request_id, layer_id, query, key, value, rule)
         tokens = self.tokens(request_id, layer_id)
         if tokens >= self._check_from:
@@ -168,6 +172,11 @@ class _Journal(KVCacheManager):
                 expected = reference(query[0, :, position].cpu(), self._read(layer_id, visible))
                 self.errors.append(relative_error(output[0, position], expected))
         return output
+
+    def _write(self, layer_id: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        for name, states in (("k", key), ("v", value)):  # [T, H, D], appended
+            with (self._directory / f"{name}{layer_id}").open("ab") as file:
+                file.write(states[0].transpose(0, 1).contiguous().cpu().numpy().tobytes())
 
     def _read(self, layer_id: int, tokens: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         token_bytes = _MODEL_KV_HEADS * _MODEL_DIM * 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -9,6 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from hf_tiered_cache.bench import longcontext
 
 ROOT = Path(__file__).parents[2]
 # Of other packages, at their import: not ours to mend, and not part of what these examples show.
@@ -39,6 +42,27 @@ def test_notebook_runs(name: str) -> None:
 def test_manager_example_runs() -> None:
     code = f"import runpy; runpy.run_path({str(ROOT / 'examples' / 'manager.py')!r}, run_name='__main__')"
     assert "still equal" in _run(code)
+
+
+def test_overlap_benchmark_prints_json_last() -> None:
+    code = (
+        "import sys, runpy; sys.argv = ['bench', 'overlap', '--context', '4096', '--prompt', '1500', '--steps', '1', "
+        "'--runs', '1', '--prefill-runs', '1']; "
+        "runpy.run_module('hf_tiered_cache.bench', run_name='__main__')"
+    )
+    result = json.loads(_run(code).splitlines()[-1])
+    assert all(result[case]["ratio"] > 0 for case in ("overlap, 1", "decode", "prefill"))
+
+
+def test_longcontext_benchmark_says_what_was_missed(capsys: pytest.CaptureFixture[str]) -> None:
+    """Far too short for its first limit; outputs are exact all the same, and nothing grows."""
+    arguments = argparse.Namespace(model_tokens=3000, manager_tokens=8192, chunk=512, steps=2, device="cpu")
+    with pytest.raises(SystemExit, match="less than 5 %"):
+        longcontext.run(arguments)
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    for part in ("model", "manager"):
+        assert "outputs equal the reference" not in result[part]["missed"]
+        assert result[part]["max_error"] > 0
 
 
 def test_overhead_benchmark_prints_json_last() -> None:
