@@ -22,6 +22,7 @@ from transformers.masking_utils import causal_mask_function, prepare_padding_mas
 from .errors import UnsupportedModelError
 from .manager import KVCacheManager
 from .online_attention import AttentionRule, OnlineAttention
+from .streaming_models import STREAMING_MODELS
 
 TIERED = "tiered"
 """The name, as in `model.set_attn_implementation("tiered")`."""
@@ -31,50 +32,6 @@ _MASKED_TOKENS = "_tiered_masked_tokens"
 
 # What attention functions may be asked for and streaming does not do.
 _UNSUPPORTED_ARGUMENTS = ("position_bias", "sliding_window")
-
-
-# Models that pass on what `update` returned to the attention function as it is; tests/generation/test_streaming.py
-# runs each of them. Not among them: models that keep latents (MLA) or change K, V after the update (diffllama),
-# whose layers share K, V (gemma3n, gemma4), or that compute attention themselves (bloom, falcon, mpt, gpt_neo).
-STREAMING_MODELS = frozenset(
-    {
-        "bamba",
-        "codegen",
-        "cohere",
-        "cohere2",
-        "dory",
-        "exaone4",
-        "gemma",
-        "gemma2",
-        "gemma3_text",
-        "glm4",
-        "gpt2",
-        "gpt_bigcode",
-        "gpt_neox",
-        "gpt_oss",
-        "gptj",
-        "granite",
-        "jamba",
-        "lfm2",
-        "llama",
-        "llama4_text",
-        "mistral",
-        "mixtral",
-        "nemotron",
-        "olmo2",
-        "olmo3",
-        "opt",
-        "phi",
-        "phi3",
-        "qwen2",
-        "qwen3",
-        "qwen3_moe",
-        "qwen3_next",
-        "smollm3",
-        "stablelm",
-        "starcoder2",
-    }
-)
 
 
 def can_stream(text_config: PreTrainedConfig) -> bool:
@@ -92,6 +49,16 @@ def enable_streaming(model: PreTrainedModel) -> bool:
     text_config = config.get_text_config(decoder=True)
     if not can_stream(text_config):
         return False
+    # The modules that will be asked: they must read this very config, and look at no later tokens.
+    modules = [
+        module
+        for module in model.modules()
+        if getattr(module, "config", None) is text_config
+        and hasattr(module, "is_causal")
+        and not getattr(module, "is_cross_attention", False)
+    ]
+    if not modules or not all(module.is_causal for module in modules):
+        return False
     part = next((name for name in config.sub_configs if getattr(config, name, None) is text_config), None)
     model.set_attn_implementation(TIERED if part is None else {part: TIERED})
     return bool(text_config._attn_implementation == TIERED)
@@ -100,13 +67,15 @@ def enable_streaming(model: PreTrainedModel) -> bool:
 class PendingAttention:
     """An update whose attention has not been computed yet; the tokens are added when it is.
 
+    It is `begun` when an attention function has taken it, and `done` when the tokens are there.
+
     Args:
         manager, request_id, layer_idx: where the tokens belong.
     """
 
     def __init__(self, manager: KVCacheManager, request_id: Hashable, layer_idx: int) -> None:
         self.layer_idx = layer_idx
-        self.consumed = False
+        self.begun = self.done = False
         self._manager = manager
         self._request_id = request_id
 
@@ -127,13 +96,15 @@ class PendingAttention:
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: AttentionRule
     ) -> torch.Tensor:
         """See `KVCacheManager.attend`; once."""
-        if self.consumed:
+        if self.begun:
             raise UnsupportedModelError(
                 f"the model computes the attention of layer {self.layer_idx} twice from one update, which cannot "
                 'be streamed: call model.set_attn_implementation("sdpa")'
             )
-        self.consumed = True
-        return self._manager.attend(self._request_id, self.layer_idx, query, key, value, rule)
+        self.begun = True
+        output = self._manager.attend(self._request_id, self.layer_idx, query, key, value, rule)
+        self.done = True
+        return output
 
 
 def tiered_attention_forward(
@@ -190,6 +161,7 @@ def tiered_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, is_causal=causal, **kwargs
         )
         return output, None
+    _check_computable(dropout, kwargs, query, key, value)
     with OnlineAttention(query, key.shape[1], value.shape[3], rule) as attention:
         if mask_says_all:
             attention.add(key, value, 0)
@@ -198,6 +170,19 @@ def tiered_attention_forward(
             if older_tokens:
                 attention.add(key[:, :, :older_tokens], value[:, :, :older_tokens], 0)
         return attention.finish(), None
+
+
+def _check_computable(dropout: float, kwargs: dict[str, Any], *states: torch.Tensor) -> None:
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in states):
+        problem = "has no gradients"
+    elif dropout or kwargs.get("position_bias") is not None:
+        problem = "knows neither dropout nor a position bias"
+    else:
+        return
+    raise UnsupportedModelError(
+        f'the "tiered" attention {problem} where sdpa does not do the work: it serves inference. '
+        'Call model.set_attn_implementation("sdpa"), or "eager"'
+    )
 
 
 def _check_supported(layer_idx: int, dropout: float, causal: bool, kwargs: dict[str, Any]) -> None:

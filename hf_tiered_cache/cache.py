@@ -17,7 +17,7 @@ from .attention import enable_streaming
 from .cache_layer import CacheBinding, TieredLayer
 from .config import TieredCacheConfig
 from .continuation import GenerationStart, generation_start
-from .errors import ConfigError, UnsupportedModelError
+from .errors import ConfigError, TieredCacheError, UnsupportedModelError
 from .manager import KVCacheManager
 from .metrics import CacheStats
 
@@ -217,9 +217,34 @@ class TieredCache(DynamicCache):
             raise UnsupportedModelError(
                 f"the model updates layer {layer_idx}, and its config describes {len(self.layers)} layers"
             )
-        self._binding.check_consumed()
+        self._binding.check_complete()
         keys, values = self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
         return keys, values
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the newest `-tokens_to_remove` tokens of every layer.
+
+        After a forward pass that ended with an error, what it had added to some layers is removed first; `crop(0)`
+        does just that.
+
+        Raises:
+            ValueError: the number is positive.
+            TieredCacheError: the forward pass ended with an error, and a layer of the model cannot forget tokens.
+        """
+        pending = self._binding.pending
+        if pending is not None and not pending.done:
+            self._take_back()
+        super().crop(tokens_to_remove)
+
+    def _take_back(self) -> None:
+        """Let all layers hold as many tokens as the one that holds the fewest."""
+        if not self.is_croppable:
+            raise TieredCacheError("this model's cache cannot take tokens back: reset() it and begin anew")
+        fewest = min(layer.get_seq_length() for layer in self.layers if isinstance(layer, TieredLayer))
+        for layer in self.layers:
+            if layer.get_seq_length() > fewest:
+                layer.crop(fewest - layer.get_seq_length())
+        self._binding.pending = None
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Let batch row `i` of every layer be what row `beam_idx[i]` was."""

@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 
 from .attention import TIERED, PendingAttention, can_stream
-from .errors import CacheClosedError, UnsupportedModelError
+from .errors import CacheClosedError, TieredCacheError, UnsupportedModelError
 from .manager import KVCacheManager
 
 _request_numbers = itertools.count()
@@ -50,7 +50,7 @@ class CacheBinding:
 
     def fork(self) -> CacheBinding:
         self.check_open()
-        self.check_consumed()
+        self.check_complete()
         return CacheBinding(self.manager, self._text_config, self.next_layer_idx, self._users, source=self)
 
     @property
@@ -63,18 +63,27 @@ class CacheBinding:
         if self.closed or self.manager.closed:
             raise CacheClosedError("this cache is closed: make a new TieredCache")
 
-    def check_consumed(self) -> None:
-        """Raise if an attention function did not take what the last update left to it.
+    def check_complete(self) -> None:
+        """Raise if the last update left tokens to an attention function that did not add them.
 
         Raises:
-            UnsupportedModelError: it did not: its result is wrong, and the tokens are lost.
+            UnsupportedModelError: none took them: the layer's output is wrong.
+            TieredCacheError: it raised, or the forward pass was interrupted.
         """
-        if self.pending is not None and not self.pending.consumed:
-            raise UnsupportedModelError(
-                f'layer {self.pending.layer_idx} did not pass on its keys and values to the "tiered" attention as '
-                "the cache returned them, so its last output is wrong and its tokens are lost. Call "
-                'model.set_attn_implementation("sdpa"), reset() the cache and start again; please report it'
+        pending = self.pending
+        if pending is None or pending.done:
+            return
+        remedy = "cache.crop(0) takes back what this forward pass has added to other layers, reset() begins anew"
+        if pending.begun:
+            raise TieredCacheError(
+                f"a forward pass ended with an error in layer {pending.layer_idx}, and layers hold different "
+                f"numbers of tokens: {remedy}"
             )
+        raise UnsupportedModelError(
+            f'layer {pending.layer_idx} did not pass on its keys and values to the "tiered" attention as the '
+            "cache returned them, so its output is wrong (or the forward pass was interrupted just there). "
+            f'Call model.set_attn_implementation("sdpa"); {remedy}'
+        )
 
     def close(self) -> None:
         if self.closed:
@@ -242,7 +251,6 @@ class TieredLayer(DynamicLayer):
             raise ValueError(
                 f"crop({tokens_to_remove}): pass a negative number, the newest tokens to remove, e.g. crop(-3)"
             )
-        self._binding.check_consumed()
         tokens_to_remove = int(tokens_to_remove)  # assisted decoding passes a tensor
         if tokens_to_remove and self.get_seq_length():
             self._binding.manager.crop(self._binding.request_id, self._layer_idx, -tokens_to_remove)
@@ -271,7 +279,7 @@ class TieredLayer(DynamicLayer):
         return batch
 
     def _select_rows(self, rows: torch.Tensor) -> None:
-        self._binding.check_consumed()
+        self._binding.check_complete()
         if self.get_seq_length():
             self._binding.manager.select_rows(self._binding.request_id, self._layer_idx, rows.tolist())
 

@@ -252,5 +252,7 @@ def attend(
         Output `[N, H, R, Dv]`, in query's dtype or float32, and log-sum-exp `[N, H, R]` in float32 (float64 for
         float64 queries). New tensors.
     """
+    # Kernels take for granted that the elements of a head are adjacent.
+    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
     assert key.shape[-2] and (not scoring.causal or query.shape[-2] == key.shape[-2])
     return kernel_for(Problem.of(query, value, scoring)).run(query, key, value, scoring, account)

@@ -232,9 +232,10 @@ class KVCacheManager:
             TierError: storage failed while older tokens left the window; the tokens added so far stay.
         """
         with self._calling(adds_tokens=True):
-            layer = self._layer(request_id, layer_id, key, value)
+            Geometry.of(key, value)
             rule = rule or AttentionRule()
-            rule.check_fits(query, key, value, layer.tokens + key.shape[2])
+            rule.check_fits(query, key, value, self.tokens(request_id, layer_id) + key.shape[2])
+            layer = self._layer(request_id, layer_id, key, value)
             account = L0Account(self._resources.metrics)
             with OnlineAttention(query, key.shape[1], value.shape[3], rule, account) as attention:
                 self._paths.attend(self._requests[request_id], layer, key, value, attention)

@@ -237,7 +237,8 @@ class OnlineAttention:
         if mask is None or (masked_tokens is not None and start >= masked_tokens):
             return None
         part = mask[..., start : start + tokens]
-        lowest = torch.finfo(self._dtype).min  # not -inf: a row without a visible key must stay a number
+        # Not -inf: a row without a visible key must stay a number. Half: kernels multiply it by log2(e).
+        lowest = torch.finfo(self._dtype).min / 2
         if part.dtype is torch.bool:
             return torch.zeros_like(part, dtype=self._dtype).masked_fill_(part.logical_not(), lowest)
         return part.to(self._dtype).clamp(min=lowest)

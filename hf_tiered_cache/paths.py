@@ -76,8 +76,11 @@ class DataPaths:
             piece = slice(done, done + min(layer.window.room(), total - done))
             layer.window.append(key[:, :, piece], value[:, :, piece])
             done = piece.stop
-            while layer.window.has_block_to_seal:
-                self.seal(layer)
+            self._seal_surplus(layer)
+
+    def _seal_surplus(self, layer: LayerState) -> None:
+        while layer.window.has_block_to_seal:
+            self.seal(layer)
 
     def seal(self, layer: LayerState) -> None:
         """Move the window's oldest block into the table and on its way to storage."""
@@ -127,6 +130,7 @@ class DataPaths:
         """
         layer.streamed = True
         new_tokens, tokens = key.shape[2], layer.tokens
+        self._seal_surplus(layer)  # what storage refused before; there is no room otherwise
         if new_tokens == 1:  # there is room for one in any window: a part less to attend to
             layer.window.append(key, value)
         else:
@@ -144,8 +148,7 @@ class DataPaths:
             raise
         if new_tokens > 1:
             self.append(layer, key, value)
-        while layer.window.has_block_to_seal:
-            self.seal(layer)
+        self._seal_surplus(layer)
 
     def fetch(self, layer: LayerState, positions: Positions) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of some tokens, `[B, H, len(positions), D]` in their order, as new tensors. Blocks."""

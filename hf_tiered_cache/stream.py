@@ -10,7 +10,9 @@ rows, so a reorder leaves what is under way as it is.
 
 from __future__ import annotations
 
+import itertools
 import logging
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import CancelledError, Future
@@ -60,12 +62,17 @@ class _Buffer:
 
 @dataclass(eq=False)
 class _Load:
-    """Blocks of one layer and one layout on their way into a buffer; referenced until the load ends."""
+    """Blocks of one layer and one layout on their way into a buffer; referenced until the load ends.
+
+    `storage` is the buffer's when the load began, `after` the event that must have passed before it is written.
+    """
 
     layer: LayerState
     first_block: int
     blocks: list[Block]
     buffer: _Buffer
+    storage: torch.Tensor
+    after: Event
     task: Future[Event | None] | None = None
     cancelled: bool = False
 
@@ -79,7 +86,7 @@ class _Load:
 
     def payload(self) -> torch.Tensor:
         """The blocks, `[n, stored rows, row_elements]`."""
-        return self.layout.over(self.buffer.storage, len(self.blocks))
+        return self.layout.over(self.storage, len(self.blocks))
 
     def is_next(self, layer: LayerState, first_block: int) -> bool:
         """Whether these are the blocks that the layer has now from `first_block` on."""
@@ -112,6 +119,7 @@ class BlockStream:
         self._buffer_bytes = buffer_bytes
         self._buffers = [_Buffer(lane.engine.allocate(0), lane.engine.record_compute()) for _ in range(buffers)]
         self._free = deque(self._buffers)
+        self._storage_lock = threading.Lock()  # of the buffers' `storage`, which the prefetch thread may give up
         self._queue: deque[_Load] = deque()
 
     def read(self, layer: LayerState, following: Following) -> Iterator[Part]:
@@ -201,16 +209,15 @@ class BlockStream:
         """Begin to load blocks of one layout, as many as a buffer holds."""
         blocks = layer.table.blocks
         layout = blocks[first_block].layout
-        end = min(len(blocks), first_block + max(1, self._buffer_bytes // layout.nbytes))
-        chosen = blocks[first_block:end]
-        while chosen[-1].layout != layout:
-            chosen.pop()
+        end = first_block + max(1, self._buffer_bytes // layout.nbytes)
+        chosen = list(itertools.takewhile(lambda block: block.layout == layout, blocks[first_block:end]))
         nbytes = max(self._buffer_bytes, layout.nbytes)
         # One that has its memory already, if there is one: there may be no more.
         buffer = next((free for free in self._free if free.storage.numel() >= nbytes), self._free[0])
-        self._fit(buffer, nbytes)
+        with self._storage_lock:
+            self._fit(buffer, nbytes)
+            load = _Load(layer, first_block, chosen, buffer, buffer.storage, buffer.released)
         self._free.remove(buffer)
-        load = _Load(layer, first_block, chosen, buffer)
         self._residency.retain(chosen)
         load.task = self._lane.worker.submit(lambda: self._run(load))
         return load
@@ -228,11 +235,10 @@ class BlockStream:
         """On the prefetch thread: read from the tiers, straight into the buffer where the host may write to it."""
         if load.cancelled:
             return None
-        engine, payload = self._lane.engine, load.payload()
+        engine = self._lane.engine
         nbytes = len(load.blocks) * load.layout.nbytes
         if engine.host_writes:
-            load.buffer.released.wait()
-            self._residency.read(load.blocks, as_bits(payload))
+            self._read_in_place(load)
             event = None
         else:
             staged = self._lane.loading.next(nbytes)
@@ -241,10 +247,25 @@ class BlockStream:
             except BaseException:
                 self._lane.loading.retire()
                 raise
-            event = engine.copy_in_whole(staged, load.buffer.storage[:nbytes], after=load.buffer.released)
+            event = engine.copy_in_whole(staged, load.storage[:nbytes], after=load.after)
             self._lane.loading.busy_until(event)
         self._metrics.count(L0_written=nbytes)
         return event
+
+    def _read_in_place(self, load: _Load) -> None:
+        load.after.wait()
+        with self._storage_lock:
+            if load.buffer.storage is not load.storage:  # given up since, see below
+                self._fit(load.buffer, load.storage.numel())
+                load.storage = load.buffer.storage
+        try:
+            self._residency.read(load.blocks, as_bits(load.payload()))
+        except BaseException:
+            with self._storage_lock:  # a read without an answer in time may still write to it
+                if load.buffer.storage is load.storage:
+                    self._lane.engine.free(load.storage)
+                    load.buffer.storage = self._lane.engine.allocate(0)
+            raise
 
     def _wait(self, load: _Load) -> None:
         assert load.task is not None

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from hf_tiered_cache import KVCacheManager, TieredCache, TieredCacheConfig
+from hf_tiered_cache import AttentionRule, KVCacheManager, TieredCache, TieredCacheConfig
 from hf_tiered_cache.kernels import Problem, Scoring, attend, kernel_for
 from hf_tiered_cache.metrics import L0Account
 from hf_tiered_cache.transfer.engine import CudaCopyEngine
@@ -115,6 +115,24 @@ def _streaming_deviation(engine: type[CudaCopyEngine], tmp_path: Path, **generat
 @pytest.mark.parametrize("engine", [CudaCopyEngine, LateCudaEngine])
 def test_streaming(engine: type[CudaCopyEngine], generation: dict[str, Any], tmp_path: Path) -> None:
     assert _streaming_deviation(engine, tmp_path, **generation) < 2e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_padding_over_whole_blocks(dtype: torch.dtype) -> None:
+    """Left padding hides whole blocks; what hides them must not become infinite in a kernel."""
+    torch.manual_seed(0)
+    with KVCacheManager(TieredCacheConfig(window_tokens=64, block_tokens=64)) as manager:
+        manager.allocate("a")
+        key, value = (part.cuda() for part in random_kv(600, batch=2, dtype=dtype))
+        manager.append("a", 0, key[:, :, :-1], value[:, :, :-1])
+        query = torch.randn(2, 4, 1, 8, device="cuda").to(dtype)
+        mask = torch.ones(2, 1, 1, 600, dtype=torch.bool, device="cuda")
+        mask[0, ..., :400] = False
+        output = manager.attend("a", 0, query, key[:, :, -1:], value[:, :, -1:], AttentionRule(mask=mask))
+        expected = torch.nn.functional.scaled_dot_product_attention(
+            query.double(), *(part.double().repeat_interleave(2, 1) for part in (key, value)), attn_mask=mask
+        )
+        assert (output.transpose(1, 2) - expected).abs().max() < (1e-5 if dtype is torch.float32 else 2e-2)
 
 
 def test_control_streaming_without_waits(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ PACKAGE = Path(hf_tiered_cache.__file__).parent
 # Each module imports from strictly lower rows; see "Modules" in docs/decisions.md.
 ROWS = [
     {"errors"},
-    {"config", "continuation", "metrics", "blocks", "transfer.worker"},
+    {"config", "continuation", "metrics", "blocks", "transfer.worker", "streaming_models"},
     {"workspace", "eviction", "tiers.base", "transfer.engine"},
     {"tiers.nvme", "tiers.zarr", "transfer.staging", "window", "kernels"},
     {"tiers", "layers", "online_attention"},

@@ -46,8 +46,8 @@ def test_manager_example_runs() -> None:
 
 def test_overlap_benchmark_prints_json_last() -> None:
     code = (
-        "import sys, runpy; sys.argv = ['bench', 'overlap', '--context', '4096', '--prompt', '1500', '--steps', '1', "
-        "'--runs', '1', '--prefill-runs', '1']; "
+        "import sys, runpy; sys.argv = ['bench', 'overlap', '--context', '4096', '--prompt', '1500', "
+        "'--steps', '1', '--runs', '1', '--prefill-runs', '1']; "
         "runpy.run_module('hf_tiered_cache.bench', run_name='__main__')"
     )
     result = json.loads(_run(code).splitlines()[-1])

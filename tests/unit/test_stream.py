@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from hf_tiered_cache import KVCacheManager, TieredCacheConfig, TierReadError
+from hf_tiered_cache import KVCacheManager, TieredCacheConfig, TierError, TierFullError, TierReadError
 from hf_tiered_cache.errors import ConfigError
+from hf_tiered_cache.residency import Residency
 from hf_tiered_cache.stream import BlockStream
 
 from ..fakes import FAULTS, LateEngine, random_kv
@@ -188,6 +189,80 @@ def test_a_failing_kernel_leaves_the_buffers_whole(
     assert len(stream_of(manager)._free) + len(loads(manager)) == 3
 
 
+def test_layouts_that_come_back() -> None:
+    """A batch of 1, then 3, then 1 again: blocks of one layout around blocks of another, never in one load."""
+    with KVCacheManager(TieredCacheConfig(window_tokens=16, block_tokens=16)) as manager:
+        manager.allocate("a")
+        kept = []
+        for rows, batch in (([0], 1), ([0, 0, 0], 3), ([1], 1)):
+            if kept:
+                manager.select_rows("a", 0, rows)
+            key, value = random_kv(64, batch=batch)
+            manager.append("a", 0, key, value)
+            kept.append((key, value))
+        query, (key, value) = torch.randn(1, 4, 1, 8), random_kv(1)
+        output = manager.attend("a", 0, query, key, value)
+        whole = [
+            torch.cat([kept[0][part], kept[1][part][1:2], kept[2][part], new], 2).repeat_interleave(2, 1)
+            for part, new in enumerate((key, value))
+        ]
+        expected = torch.nn.functional.scaled_dot_product_attention(query, *whole)
+        assert (output.transpose(1, 2) - expected).abs().max() < 1e-5
+
+
+def test_storage_that_stays_full_costs_no_token() -> None:
+    """Each call is refused before anything is added, and what is there stays whole."""
+    config = TieredCacheConfig(window_tokens=16, block_tokens=16, staging_blocks=1, l1_capacity=3 * 4096)
+    with KVCacheManager(config) as manager:
+        manager.allocate("a")
+        kept, refused = [], 0
+        for _ in range(250):
+            query, (key, value) = torch.randn(1, 4, 1, 8), random_kv(1)
+            tokens = manager.tokens("a", 0)
+            try:
+                manager.attend("a", 0, query, key, value)
+            except TierFullError:
+                refused += 1
+            if manager.tokens("a", 0) > tokens:
+                kept.append(key)
+        assert refused > 50 and manager.tokens("a", 0) == len(kept)
+        keys, _ = manager.fetch("a", 0, range(len(kept)))
+        assert torch.equal(keys, torch.cat(kept, dim=2))
+
+
+def test_a_read_without_an_answer_may_write_late(manager: KVCacheManager, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory that it was given is not used again."""
+    late: list[Any] = []
+
+    def never_answers(residency: Residency, blocks: Any, target: Any) -> None:
+        late.append(target)
+        raise TierError("no answer within 120 s")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Residency, "read", never_answers)
+        with pytest.raises(TierError, match="no answer"):
+            attend(manager, 0)
+    for _ in range(3):
+        query, (key, value) = torch.randn(1, 4, 1, 8), random_kv(1)
+        keys, values = manager.fetch("a", 0, range(manager.tokens("a", 0)))
+        for target in late:
+            target[:] = 0xFFFFFFFF
+        output = manager.attend("a", 0, query, key, value)
+        keys, values = torch.cat([keys, key], 2).repeat_interleave(2, 1), torch.cat([values, value], 2)
+        expected = torch.nn.functional.scaled_dot_product_attention(query, keys, values.repeat_interleave(2, 1))
+        assert (output.transpose(1, 2) - expected).abs().max() < 1e-5
+
+
+def test_heads_whose_elements_are_not_adjacent(manager: KVCacheManager) -> None:
+    query, (key, value) = torch.randn(1, 4, 1, 8), random_kv(1)
+    strided = [states.transpose(2, 3).contiguous().transpose(2, 3) for states in (query, key, value)]
+    strided = [torch.stack([states, states], -1)[..., 0] for states in strided]
+    assert strided[0].stride(-1) == 2
+    manager.fork("a", "b")
+    difference = manager.attend("a", 0, query, key, value) - manager.attend("b", 0, *strided)
+    assert difference.abs().max() == 0
+
+
 def test_no_memory_to_look_ahead_is_no_error(manager: KVCacheManager, monkeypatch: pytest.MonkeyPatch) -> None:
     allocate = LateEngine._allocate
     allocations = []
@@ -215,6 +290,9 @@ def test_what_cannot_be_attended_to_adds_nothing(manager: KVCacheManager) -> Non
         with pytest.raises(ConfigError):
             manager.attend("a", 0, query, *new)
     assert manager.tokens("a", 0) == 200
+    with pytest.raises(ConfigError):
+        manager.attend("a", 7, torch.randn(1, 3, 2, 8), key, value)
+    attend(manager, 7)  # and of a new layer nothing was noted
 
 
 def test_a_block_larger_than_a_buffer() -> None:

@@ -1,0 +1,56 @@
+"""The streaming form against eager attention with `DynamicCache`: models that are not in the zoo, once each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import Cache, DynamicCache, PreTrainedModel
+
+from hf_tiered_cache import TieredCache
+from hf_tiered_cache.attention import TIERED, PendingAttention
+from hf_tiered_cache.streaming_models import STREAMING_MODELS
+
+from .modes import BLOCK_TOKENS, PROMPT_TOKENS, WINDOW_TOKENS, generate, prompt
+from .more_models import MORE_MODELS, more_model
+
+TOLERANCE = 2e-5  # as in test_streaming.py
+
+
+def chunked_greedy(model: PreTrainedModel, cache: Cache) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and logits `[steps, rows, vocabulary]` of a few steps after two left-padded prompts in chunks."""
+    tokens, logits = generate(
+        model, prompt(PROMPT_TOKENS, 57), cache, max_new_tokens=8, prefill_chunk_size=BLOCK_TOKENS + 3
+    )
+    return tokens, torch.stack(logits)
+
+
+@pytest.mark.parametrize("model_type", MORE_MODELS)
+def test_same_as_eager(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    attended = []
+    attend = PendingAttention.attend
+
+    def counting(pending: PendingAttention, *arguments: Any) -> torch.Tensor:
+        attended.append(pending.layer_idx)
+        return attend(pending, *arguments)
+
+    monkeypatch.setattr(PendingAttention, "attend", counting)
+    model = more_model(model_type)
+    assert model.config.get_text_config(decoder=True).model_type == model_type
+    assert model_type in STREAMING_MODELS
+    model.set_attn_implementation("eager")
+    expected_tokens, expected_logits = chunked_greedy(model, DynamicCache(config=model.config))
+    with TieredCache.for_model(
+        model,
+        window_tokens=WINDOW_TOKENS,
+        block_tokens=BLOCK_TOKENS,
+        stream_buffers=2,
+        stream_buffer_size="8KiB",
+    ) as cache:
+        assert model.config._attn_implementation == TIERED
+        tokens, logits = chunked_greedy(model, cache)
+        assert cache.stats().tiers["L1"].blocks > 0
+    assert attended, "nothing was streamed"
+    assert torch.equal(tokens, expected_tokens)
+    torch.testing.assert_close(logits, expected_logits, atol=TOLERANCE, rtol=0)
