@@ -309,8 +309,7 @@ class KVCacheManager:
             TierError: one could not be written.
         """
         with self._calling():
-            if self._resources.write_back is not None:
-                self._resources.write_back.flush()
+            self._resources.flush()
 
     # -- changes of what is held --------------------------------------------------------------------------------
 

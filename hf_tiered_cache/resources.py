@@ -131,6 +131,17 @@ class Resources:
         self.prefetcher = Prefetcher(self.residency, self.metrics)
         return WriteBack(self.residency, self.metrics, self._background)
 
+    def flush(self) -> None:
+        """Wait until every block is in a tier and what nobody needs is deleted. Blocks.
+
+        Raises:
+            TierError: a block could not be stored.
+        """
+        if self.write_back is not None:
+            for lane in self._lanes.values():
+                lane.worker.submit(lambda: None).result()  # loads that were given up hold blocks until their turn
+            self.write_back.flush()
+
     def _private_directory(self, base: Path) -> Path:
         directory = PrivateDirectory(base)
         self._directories.append(directory)
