@@ -166,6 +166,8 @@ class BlockTable:
     def seal(self, layout: BlockLayout) -> Block:
         """Append a new block, whose stored rows are the batch rows of now, and return it."""
         block_idx = len(self.blocks)
+        if self._runs and self._runs[-1].layout == layout:
+            layout = self._runs[-1].layout  # one object, so that comparing the layouts of many blocks is cheap
         key = BlockKey(self.namespace, self.layer_idx, block_idx, self._next_revision.get(block_idx, 0))
         block = Block(key, layout)
         identity = np.arange(layout.rows)

@@ -99,11 +99,16 @@ def _cpu_flash(
     batch, heads, tokens, dim = key.shape
     fitting_heads = max(1, CONVERTED_BYTES // (8 * tokens * dim))
     batch_step, head_step = max(1, fitting_heads // heads), min(heads, fitting_heads)
+    queries = query.to(exact)
     for part in itertools.product(range(0, batch, batch_step), range(0, heads, head_step)):
         piece = slice(part[0], part[0] + batch_step), slice(part[1], part[1] + head_step)
-        queries, keys, values = (states[piece].to(exact) for states in (query, key, value))
-        with account.temporary(output, lse, queries, keys, values, queries):
-            output[piece], lse[piece] = _run_cpu_flash(queries, keys, values, scoring.over(piece))
+        keys, values = (
+            account.scratch(name, states[piece].shape, exact, states.device).copy_(states[piece])
+            for name, states in (("keys", key), ("values", value))
+        )
+        results = _run_cpu_flash(queries[piece], keys, values, scoring.over(piece))
+        with account.temporary(output, lse, queries, *results):
+            output[piece], lse[piece] = results
     return output, lse
 
 

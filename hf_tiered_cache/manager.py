@@ -16,7 +16,7 @@ import torch
 from .config import TieredCacheConfig
 from .errors import CacheClosedError, ConfigError
 from .layers import LayerState
-from .metrics import CacheStats, L0Account
+from .metrics import CacheStats
 from .online_attention import AttentionRule, OnlineAttention
 from .paths import DataPaths, Request, as_positions, layers_of
 from .report import snapshot
@@ -236,7 +236,7 @@ class KVCacheManager:
             rule = rule or AttentionRule()
             rule.check_fits(query, key, value, self.tokens(request_id, layer_id) + key.shape[2])
             layer = self._layer(request_id, layer_id, key, value)
-            account = L0Account(self._resources.metrics)
+            account = self._resources.account(key.device)
             with OnlineAttention(query, key.shape[1], value.shape[3], rule, account) as attention:
                 self._paths.attend(self._requests[request_id], layer, key, value, attention)
                 return attention.finish()

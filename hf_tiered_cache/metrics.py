@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import Counter
@@ -162,14 +163,17 @@ class Metrics:
 
 
 class L0Account:
-    """Keeps the books of tensors that PyTorch allocates for a computation of this package.
+    """Memory of a computation on one device: keeps the books of what PyTorch allocates, and scratch memory.
+
+    Used by one thread at a time.
 
     Args:
-        metrics: where they count as L0; `None` for nowhere.
+        metrics: where it counts as L0; `None` for nowhere.
     """
 
     def __init__(self, metrics: Metrics | None = None) -> None:
         self._metrics = metrics
+        self._scratch: dict[str, torch.Tensor | None] = {}
 
     def add(self, delta_bytes: int) -> None:
         """Count bytes: positive when allocated, negative when given back."""
@@ -185,6 +189,24 @@ class L0Account:
             yield
         finally:
             self.add(-nbytes)
+
+    def scratch(self, name: str, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A contiguous, uninitialised tensor, in memory that the next call of this name uses again: a large tensor
+        allocated anew costs more than what is computed with it, page by page."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        held = self._scratch.get(name)
+        if held is None or held.numel() < nbytes or held.device != device:
+            self.add(nbytes - tensor_bytes(held))
+            held = self._scratch[name] = None  # before there is a larger one
+            with torch.inference_mode(False):  # it may be mutated in both modes
+                held = torch.empty(nbytes, dtype=torch.uint8, device=device)
+            self._scratch[name] = held
+        return held[:nbytes].view(dtype).view(shape)
+
+    def close(self) -> None:
+        """Give the scratch memory up."""
+        self.add(-tensor_bytes(*self._scratch.values()))
+        self._scratch.clear()
 
 
 def tensor_bytes(*tensors: torch.Tensor | None) -> int:

@@ -19,7 +19,7 @@ from .config import TieredCacheConfig
 from .errors import TierError
 from .eviction import make_eviction_policy
 from .lane import Lane
-from .metrics import Metrics
+from .metrics import L0Account, Metrics
 from .prefetch import Prefetcher
 from .residency import Residency
 from .stream import BlockStream
@@ -65,6 +65,7 @@ class Resources:
         self._background = Worker("write-back", BACKGROUND_NICENESS)
         self._engines: dict[torch.device, CopyEngine] = {}
         self._lanes: dict[torch.device, Lane] = {}
+        self._accounts: dict[torch.device, L0Account] = {}
         self.streams: dict[torch.device, BlockStream] = {}
         self._directories: list[PrivateDirectory] = []
         self._tier_classes = {"L1": TierRegistry.get(config.l1_tier), "L2": TierRegistry.get(config.l2_tier)}
@@ -105,6 +106,12 @@ class Resources:
                 lane, self.residency, self.metrics, config.stream_buffers, config.stream_buffer_bytes
             )
         return self.streams[device]
+
+    def account(self, device: torch.device) -> L0Account:
+        """The books, and the scratch memory, of computations on a device."""
+        if device not in self._accounts:
+            self._accounts[device] = L0Account(self.metrics)
+        return self._accounts[device]
 
     def _open_tiers(self) -> WriteBack:
         global _storage_pid
@@ -161,6 +168,8 @@ class Resources:
             for tier in self.tiers.values():
                 closing.callback(tier.close)
             closing.callback(self._background.close)
+            for account in self._accounts.values():
+                closing.callback(account.close)
             for stream in self.streams.values():
                 closing.callback(stream.close)
             for engine in self._engines.values():

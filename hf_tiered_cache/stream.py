@@ -210,7 +210,7 @@ class BlockStream:
         blocks = layer.table.blocks
         layout = blocks[first_block].layout
         end = first_block + max(1, self._buffer_bytes // layout.nbytes)
-        chosen = list(itertools.takewhile(lambda block: block.layout == layout, blocks[first_block:end]))
+        chosen = list(itertools.takewhile(lambda block: block.layout is layout, blocks[first_block:end]))
         nbytes = max(self._buffer_bytes, layout.nbytes)
         # One that has its memory already, if there is one: there may be no more.
         buffer = next((free for free in self._free if free.storage.numel() >= nbytes), self._free[0])

@@ -1,13 +1,16 @@
-"""How well streaming hides storage behind computation: decode steps and prefill, each against its limit and a
-peer.
+"""How well streaming hides storage behind computation: decode steps and prefill, against limits and peers.
 
-`overlap`: decode steps over layers whose blocks are in L1. The model's own work is simulated by a sleep, which
-leaves the processor free as work on a GPU would; the attention is real. The limit is the slower of two runs:
-computation alone (everything in the window) and storage alone (the same reads, no computation). Three regimes:
-computation takes half of the storage's time, as long, and twice as long. `few buffers` shows where the limit is
-out of reach: what may be read during a layer's computation is bounded by the buffers, here a quarter of a layer.
+`overlap`: decode steps over layers whose blocks are in L1. A layer's computation is simulated by a sleep, which
+leaves the processor free as a GPU would. The limit is the slower of two runs: computation alone (everything in the
+window) and storage alone (the same reads, no sleeps). Three regimes: computation takes half of the storage's time,
+as long, and twice as long. Where nothing is said, the sleep comes after the attention; `slow attention` has half of
+it inside, spread over the parts as they arrive. With `few buffers` the limit is out of reach: what can be read
+during a computation is bounded by the buffers, here a quarter of a layer.
 
-`decode`: the streaming form against the gather form with sdpa, no sleep. `prefill`: a random Llama reads a prompt
+`real attention`: the same, with the attention computed by the same processor that reads; the computation alone is
+sdpa over everything in memory, plus the sleeps. A machine with few cores cannot do both at once.
+
+`decode`: the streaming form against the gather form with sdpa, no sleeps. `prefill`: a random Llama reads a prompt
 in one forward pass, streaming against stock sdpa with everything in memory.
 
 Ratios are medians of interleaved runs; the last line is JSON.
@@ -21,6 +24,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -90,11 +94,11 @@ class _Decoder:
             self._query.view(1, _KV_HEADS, -1, _HEAD_DIM), keys, values
         )  # the heads of a group packed, as transformers does
 
-    def read(self, layer: int) -> None:
-        """The reads of the streaming form, and nothing else."""
+    def simulate(self, layer: int, attention_seconds: float = 0.0) -> None:
+        """The reads of the streaming form, and an attention that takes its time without a processor."""
         paths, request = self.manager._paths, self.manager._requests[_REQUEST]
-        nothing: Any = _NoAttention()
-        paths.attend(request, request.layers[layer], self._key, self._key, nothing)
+        sleeping: Any = _SleepingAttention(attention_seconds / self._arguments.context)
+        paths.attend(request, request.layers[layer], self._key, self._key, sleeping)
 
     def step_seconds(self, attend: Callable[[int], None], layer_seconds: float = 0.0) -> float:
         """Time of a step over all layers, each of which also computes for some time; the mean over several."""
@@ -119,12 +123,21 @@ class _Decoder:
             torch.cuda.synchronize()
 
 
-class _NoAttention:
-    def add(self, *arguments: Any, **options: Any) -> None:
-        return
+class _SleepingAttention:
+    """Takes parts as `OnlineAttention` does."""
 
-    def add_blocks(self, *arguments: Any) -> None:
-        return
+    def __init__(self, token_seconds: float) -> None:
+        self._token_seconds = token_seconds
+
+    def add(self, key: torch.Tensor, value: torch.Tensor, start: int, newest: bool = False) -> None:
+        self._sleep(key.shape[2])
+
+    def add_blocks(self, keys: torch.Tensor, values: torch.Tensor, start: int, rows: Any) -> None:
+        self._sleep(keys.shape[0] * keys.shape[3])
+
+    def _sleep(self, tokens: int) -> None:
+        if self._token_seconds:
+            time.sleep(tokens * self._token_seconds)
 
 
 @contextmanager
@@ -138,20 +151,31 @@ def _decoder(
 
 def _overlap(arguments: argparse.Namespace) -> dict[str, Any]:
     layer_bytes = 2 * _KV_HEADS * _HEAD_DIM * getattr(torch, arguments.dtype).itemsize * arguments.context
-    cases = {"overlap": {}, "overlap, few buffers": {"stream_buffers": 2, "stream_buffer_size": layer_bytes // 8}}
+    few_buffers = {"stream_buffers": 2, "stream_buffer_size": layer_bytes // 8}
     results = {}
-    for name, options in cases.items():
+    for name, options in {
+        "overlap": {},
+        "slow attention": {},
+        "few buffers": few_buffers,
+        "real attention": {},
+    }.items():
         with (
             _decoder(arguments, **options) as tiers,
             _decoder(arguments, window_tokens=2 * arguments.context) as memory,
         ):
-            storage = statistics.median(tiers.step_seconds(tiers.read) for _ in range(3))
+            storage = statistics.median(tiers.step_seconds(tiers.simulate) for _ in range(3))
             for share in (0.5, 1.0, 2.0):
-                layer_seconds = share * storage / _LAYERS
+                seconds = share * storage / _LAYERS
+                inside = seconds / 2 if name == "slow attention" else 0.0
+                in_memory, streamed = (
+                    (memory.gather, tiers.stream)
+                    if name == "real attention"
+                    else (partial(side.simulate, attention_seconds=inside) for side in (memory, tiers))
+                )
                 ratios = []
                 for _ in range(arguments.runs):
-                    alone = (tiers.step_seconds(tiers.read), memory.step_seconds(memory.stream, layer_seconds))
-                    ratios.append(tiers.step_seconds(tiers.stream, layer_seconds) / max(alone))
+                    alone = tiers.step_seconds(tiers.simulate), memory.step_seconds(in_memory, seconds - inside)
+                    ratios.append(tiers.step_seconds(streamed, seconds - inside) / max(alone))
                 what = f"max(compute alone, storage alone); compute {share:g} x storage"
                 results[f"{name}, {share:g}"] = _result(ratios, what)
     return results
