@@ -1,11 +1,11 @@
 """How well streaming hides storage behind computation: decode steps and prefill, against limits and peers.
 
 `overlap`: decode steps over layers whose blocks are in L1. A layer's computation is simulated by a sleep, which
-leaves the processor free as a GPU would. The limit is the slower of two runs: computation alone (everything in the
-window) and storage alone (the same reads, no sleeps). Three regimes: computation takes half of the storage's time,
-as long, and twice as long. Where nothing is said, the sleep comes after the attention; `slow attention` has half of
-it inside, spread over the parts as they arrive. With `few buffers` the limit is out of reach: what can be read
-during a computation is bounded by the buffers, here a quarter of a layer.
+leaves the processor free as a GPU would. The limit is the slower of two runs: computation alone (everything in
+the window) and storage alone (the same reads, no sleeps). Three regimes: computation takes half of the storage's
+time, as long, and twice as long. Where nothing is said, the sleep comes after the attention; `slow attention` has
+half of it inside, spread over the parts as they arrive. With `few buffers` the limit is out of reach: what can be
+read during a computation is bounded by the buffers, here a quarter of a layer.
 
 `real attention`: the same, with the attention computed by the same processor that reads; the computation alone is
 sdpa over everything in memory, plus the sleeps. A machine with few cores cannot do both at once.
