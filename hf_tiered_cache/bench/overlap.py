@@ -39,6 +39,7 @@ from ._models import CACHE_ARGUMENT
 _LAYERS, _QUERY_HEADS, _KV_HEADS, _HEAD_DIM = 8, 8, 2, 64
 _WINDOW_TOKENS = 1024
 _REQUEST = "bench"
+_SHORTEST_SLEEP_SECONDS = 5e-4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -124,10 +125,11 @@ class _Decoder:
 
 
 class _SleepingAttention:
-    """Takes parts as `OnlineAttention` does."""
+    """Takes parts as `OnlineAttention` does. Short sleeps are put together: each costs a wake-up."""
 
     def __init__(self, token_seconds: float) -> None:
         self._token_seconds = token_seconds
+        self._owed_seconds = 0.0
 
     def add(self, key: torch.Tensor, value: torch.Tensor, start: int, newest: bool = False) -> None:
         self._sleep(key.shape[2])
@@ -136,8 +138,10 @@ class _SleepingAttention:
         self._sleep(keys.shape[0] * keys.shape[3])
 
     def _sleep(self, tokens: int) -> None:
-        if self._token_seconds:
-            time.sleep(tokens * self._token_seconds)
+        self._owed_seconds += tokens * self._token_seconds
+        if self._owed_seconds > _SHORTEST_SLEEP_SECONDS:
+            time.sleep(self._owed_seconds)
+            self._owed_seconds = 0.0
 
 
 @contextmanager

@@ -1,0 +1,24 @@
+"""What tests of the streaming form share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hf_tiered_cache.attention import PendingAttention
+
+
+@pytest.fixture
+def streamed_layers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The layers whose attention was streamed, in order, while the test runs."""
+    layers: list[int] = []
+    attend = PendingAttention.attend
+
+    def noting(pending: PendingAttention, *arguments: Any) -> torch.Tensor:
+        layers.append(pending.layer_idx)
+        return attend(pending, *arguments)
+
+    monkeypatch.setattr(PendingAttention, "attend", noting)
+    return layers
