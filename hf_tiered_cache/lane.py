@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 
 import torch
 
 from .blocks import BlockTable
+from .errors import CacheClosedError
 from .metrics import Metrics
 from .transfer.engine import CopyEngine, Event
 from .transfer.staging import SlotRing, StagingPool
@@ -19,11 +22,9 @@ SLOTS_PER_RING = 2
 
 
 @dataclass(eq=False)
-class GatherBuffer:
-    """Accelerator memory for K and V of one whole layer, laid out `[B, H, capacity, D]`.
-
-    It may be overwritten after `released`, an event of the compute stream.
-    """
+class LoadBuffer:
+    """Accelerator memory that loads fill and attention reads: K and V of one whole layer `[B, H, capacity, D]`, or
+    a few blocks as they are stored. It may be overwritten after `released`, an event of the compute stream."""
 
     storage: torch.Tensor
     released: Event
@@ -54,9 +55,7 @@ class Lane:
     ) -> None:
         self.engine = engine
         self.worker = Worker("prefetch", AWAITED_NICENESS)
-        self.free_buffers = [
-            GatherBuffer(engine.allocate(0), engine.record_compute()) for _ in range(gather_buffers)
-        ]
+        self.free_buffers = [self.empty_buffer() for _ in range(gather_buffers)]
         self._write_back = write_back
         self._metrics = metrics
         self._staging = StagingPool(engine, staging_blocks)
@@ -74,7 +73,7 @@ class Lane:
             recycled=engine.recycled,
             wait=lambda event: event.wait(),
         )
-        self._buffer_in_use: GatherBuffer | None = None
+        self._buffer_in_use: LoadBuffer | None = None
 
     def seal_oldest(self, window: WindowBuffer, table: BlockTable, block_tokens: int) -> None:
         """Move the window's oldest block into the table and start its way to storage.
@@ -103,18 +102,42 @@ class Lane:
         window.drop_oldest_block()
         self._metrics.count(blocks_sealed=1, L0_read=layout.nbytes)
 
-    def fit(self, buffer: GatherBuffer, geometry: Geometry, tokens: int) -> int:
+    def empty_buffer(self) -> LoadBuffer:
+        """A buffer that has no memory yet."""
+        return LoadBuffer(self.engine.allocate(0), self.engine.record_compute())
+
+    def reallocate(self, buffer: LoadBuffer, nbytes: int) -> None:
+        """Give a buffer other memory, losing its content."""
+        self.engine.free(buffer.storage)
+        buffer.storage = self.engine.allocate(0)
+        buffer.storage = self.engine.allocate(nbytes)
+        # The allocator may have given memory that the compute stream is not done with.
+        buffer.released = self.engine.record_compute()
+
+    def wait(self, tasks: Iterable[Future[Event | None]]) -> None:
+        """Block until tasks of the worker are done, which is counted as a stall, and let the compute stream wait
+        for the copies that they began.
+
+        Raises:
+            TierReadError: a block could not be read.
+        """
+        try:
+            with self._metrics.stall("read"):
+                for task in tasks:
+                    event = task.result()
+                    if event is not None:
+                        self.engine.compute_waits(event)
+        except CancelledError as error:
+            raise CacheClosedError("the cache was closed while its blocks were being loaded") from error
+
+    def fit(self, buffer: LoadBuffer, geometry: Geometry, tokens: int) -> int:
         """Give a free buffer room for `tokens`, losing its content. Returns the tokens it has room for."""
         if buffer.storage.numel() < geometry.nbytes(tokens):
-            self.engine.free(buffer.storage)
-            buffer.storage = self.engine.allocate(0)
             # A sequence grows by one token at a time; not so its buffers.
-            buffer.storage = self.engine.allocate(geometry.nbytes(tokens + tokens // 8))
-            # The allocator may have given memory that the compute stream is not done with.
-            buffer.released = self.engine.record_compute()
+            self.reallocate(buffer, geometry.nbytes(tokens + tokens // 8))
         return max(tokens, geometry.tokens_in(buffer.storage.numel()))
 
-    def use(self, buffer: GatherBuffer) -> None:
+    def use(self, buffer: LoadBuffer) -> None:
         """Attention is about to read this buffer."""
         assert self._buffer_in_use is None
         self._buffer_in_use = buffer
@@ -125,7 +148,7 @@ class Lane:
             self.give_back(self._buffer_in_use)
             self._buffer_in_use = None
 
-    def give_back(self, buffer: GatherBuffer) -> None:
+    def give_back(self, buffer: LoadBuffer) -> None:
         """Nothing enqueued from now on reads this buffer."""
         self.engine.recycled(buffer.storage)
         buffer.released = self.engine.record_compute()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,8 +18,7 @@ import numpy as np
 import torch
 
 from .blocks import Block, BlockLayout, as_bits
-from .errors import CacheClosedError
-from .lane import GatherBuffer, Lane
+from .lane import Lane, LoadBuffer
 from .layers import LayerState
 from .metrics import Metrics
 from .residency import Residency
@@ -80,7 +79,7 @@ class Load:
     layer: LayerState
     lane: Lane
     owner: str
-    buffer: GatherBuffer
+    buffer: LoadBuffer
     capacity_tokens: int
     rows_version: int
     keys: torch.Tensor
@@ -167,7 +166,7 @@ class Prefetcher:
             TierReadError: a block could not be read.
         """
         try:
-            self._wait(load)
+            load.lane.wait(load.tasks)
             if load.capacity_tokens < tokens:
                 self._grow(load, tokens)
         except BaseException:
@@ -217,12 +216,12 @@ class Prefetcher:
         self, layer: LayerState, lane: Lane, block_indices: Sequence[int]
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Read blocks into a buffer of their own that lives as long as the context."""
-        buffer = GatherBuffer(lane.engine.allocate(0), lane.engine.record_compute())
+        buffer = lane.empty_buffer()
         load = self._load_into(buffer, layer, lane, "", len(block_indices) * layer.block_tokens)
         starts = [position * layer.block_tokens for position in range(len(block_indices))]
         self._submit(load, block_indices, starts)
         try:
-            self._wait(load)
+            load.lane.wait(load.tasks)
             yield load.keys, load.values
         finally:
             self._residency.release(load.referenced)
@@ -244,7 +243,7 @@ class Prefetcher:
             lane.free_buffers.append(buffer)
             raise
 
-    def _load_into(self, buffer: GatherBuffer, layer: LayerState, lane: Lane, owner: str, tokens: int) -> Load:
+    def _load_into(self, buffer: LoadBuffer, layer: LayerState, lane: Lane, owner: str, tokens: int) -> Load:
         capacity_tokens = lane.fit(buffer, layer.geometry, tokens)
         keys, values = layer.geometry.carve(buffer.storage, capacity_tokens)
         return Load(layer, lane, owner, buffer, capacity_tokens, layer.table.rows_version, keys, values)
@@ -271,16 +270,6 @@ class Prefetcher:
         runs = list(_split_runs(load.layer, block_indices, starts))
         # Even without blocks: attention must wait for what a cancelled load still writes into this buffer.
         load.tasks.append(load.lane.worker.submit(lambda: self._run(load, runs)))
-
-    def _wait(self, load: Load) -> None:
-        try:
-            with self._metrics.stall("read"):
-                for task in load.tasks:
-                    event = task.result()
-                    if event is not None:
-                        load.lane.engine.compute_waits(event)
-        except CancelledError as error:
-            raise CacheClosedError("the cache was closed while its blocks were being loaded") from error
 
     def _run(self, load: Load, runs: Sequence[_Run]) -> Event | None:
         """On the prefetch thread: read from the tiers and hand to the copy engine, piece by piece."""

@@ -15,7 +15,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +23,7 @@ import numpy as np
 import torch
 
 from .blocks import Block, BlockLayout, as_bits
-from .errors import CacheClosedError
-from .lane import Lane
+from .lane import Lane, LoadBuffer
 from .layers import LayerState
 from .metrics import Metrics
 from .residency import Residency
@@ -53,14 +52,6 @@ class Part:
 
 
 @dataclass(eq=False)
-class _Buffer:
-    """Accelerator memory for one load; may be overwritten after `released`."""
-
-    storage: torch.Tensor
-    released: Event
-
-
-@dataclass(eq=False)
 class _Load:
     """Blocks of one layer and one layout on their way into a buffer; referenced until the load ends.
 
@@ -70,7 +61,7 @@ class _Load:
     layer: LayerState
     first_block: int
     blocks: list[Block]
-    buffer: _Buffer
+    buffer: LoadBuffer
     storage: torch.Tensor
     after: Event
     task: Future[Event | None] | None = None
@@ -117,7 +108,7 @@ class BlockStream:
         self._residency = residency
         self._metrics = metrics
         self._buffer_bytes = buffer_bytes
-        self._buffers = [_Buffer(lane.engine.allocate(0), lane.engine.record_compute()) for _ in range(buffers)]
+        self._buffers = [lane.empty_buffer() for _ in range(buffers)]
         self._free = deque(self._buffers)
         self._storage_lock = threading.Lock()  # of the buffers' `storage`, which the prefetch thread may give up
         self._queue: deque[_Load] = deque()
@@ -222,14 +213,9 @@ class BlockStream:
         load.task = self._lane.worker.submit(lambda: self._run(load))
         return load
 
-    def _fit(self, buffer: _Buffer, nbytes: int) -> None:
+    def _fit(self, buffer: LoadBuffer, nbytes: int) -> None:
         if buffer.storage.numel() < nbytes:
-            engine = self._lane.engine
-            engine.free(buffer.storage)
-            buffer.storage = engine.allocate(0)
-            buffer.storage = engine.allocate(nbytes)
-            # The allocator may have given memory that the compute stream is not done with.
-            buffer.released = engine.record_compute()
+            self._lane.reallocate(buffer, nbytes)
 
     def _run(self, load: _Load) -> Event | None:
         """On the prefetch thread: read from the tiers, straight into the buffer where the host may write to it."""
@@ -269,13 +255,7 @@ class BlockStream:
 
     def _wait(self, load: _Load) -> None:
         assert load.task is not None
-        try:
-            with self._metrics.stall("read"):
-                event = load.task.result()
-                if event is not None:
-                    self._lane.engine.compute_waits(event)
-        except CancelledError as error:
-            raise CacheClosedError("the cache was closed while its blocks were being loaded") from error
+        self._lane.wait([load.task])
 
     def _parts(self, load: _Load) -> Iterator[Part]:
         """A load's blocks, split where the row map changes."""

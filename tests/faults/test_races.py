@@ -14,7 +14,7 @@ import torch
 from transformers import DynamicCache
 
 from hf_tiered_cache import KVCacheManager, TieredCache, TieredCacheConfig
-from hf_tiered_cache.lane import GatherBuffer, Lane
+from hf_tiered_cache.lane import Lane, LoadBuffer
 from hf_tiered_cache.resources import EngineFactory
 from hf_tiered_cache.stream import BlockStream, Part
 from hf_tiered_cache.transfer.staging import SlotRing
@@ -65,7 +65,7 @@ def test_control_attention_that_does_not_wait_for_its_blocks() -> None:
 
 
 def test_control_buffer_released_before_attention_has_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    def use(lane: Lane, buffer: GatherBuffer) -> None:
+    def use(lane: Lane, buffer: LoadBuffer) -> None:
         lane.give_back(buffer)
 
     monkeypatch.setattr(Lane, "use", use)
