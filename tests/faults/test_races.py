@@ -5,6 +5,8 @@ Each control removes one ordering rule and must give a wrong result: it shows th
 
 from __future__ import annotations
 
+import functools
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,10 +19,15 @@ from hf_tiered_cache import KVCacheManager, TieredCache, TieredCacheConfig
 from hf_tiered_cache.lane import Lane, LoadBuffer
 from hf_tiered_cache.resources import EngineFactory
 from hf_tiered_cache.stream import BlockStream, Part
+from hf_tiered_cache.transfer.engine import Event
 from hf_tiered_cache.transfer.staging import SlotRing
 
 from ..fakes import LateEngine, StagedLateEngine, UnorderedEngine
 from ..models import generate, prompt_ids, tiny_llama
+
+# For controls: so late that a busy machine cannot make up for it, and so few steps that it does not take long.
+FAR_TOO_LATE = {"max_delay_seconds": 0.05}
+FEW_STEPS = {"max_new_tokens": 6}
 
 
 def matches(engine_factory: EngineFactory, generation: dict[str, Any], **options: Any) -> bool:
@@ -61,7 +68,7 @@ def test_late_copies_change_nothing(generation: dict[str, Any], prefetch_layers:
 
 
 def test_control_attention_that_does_not_wait_for_its_blocks() -> None:
-    assert not matches(UnorderedEngine, {})
+    assert not matches(functools.partial(UnorderedEngine, **FAR_TOO_LATE), FEW_STEPS)
 
 
 def test_control_buffer_released_before_attention_has_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +87,7 @@ def test_control_pack_buffer_reused_before_it_was_copied_out(monkeypatch: pytest
         return original(ring, nbytes)
 
     monkeypatch.setattr(SlotRing, "next", next_without_waiting)
-    assert not matches(LateEngine, {})
+    assert not matches(functools.partial(LateEngine, **FAR_TOO_LATE), FEW_STEPS)
 
 
 class TestStreaming:
@@ -124,11 +131,25 @@ class TestStreaming:
         )
 
     def test_control_attention_that_does_not_wait_for_its_blocks(self) -> None:
-        assert not self.matches(UnorderedEngine, {})
+        assert not self.matches(functools.partial(UnorderedEngine, **FAR_TOO_LATE), FEW_STEPS)
 
     def test_control_attention_that_does_not_wait_for_the_read(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Each part is read only once attention is done with it."""
+        ended = threading.Semaphore(0)
+        original_end, original_run = BlockStream._end, BlockStream._run
+
+        def end(stream: BlockStream, load: Any) -> None:
+            original_end(stream, load)
+            ended.release()
+
+        def run(stream: BlockStream, load: Any) -> Event | None:
+            ended.acquire(timeout=1)  # what was read ahead when the cache is closed never ends
+            return original_run(stream, load)
+
+        monkeypatch.setattr(BlockStream, "_end", end)
+        monkeypatch.setattr(BlockStream, "_run", run)
         monkeypatch.setattr(BlockStream, "_wait", lambda stream, load: None)
-        assert not self.matches(LateEngine, {})
+        assert not self.matches(LateEngine, FEW_STEPS)
 
     @pytest.mark.parametrize("engine", [LateEngine, StagedLateEngine])
     def test_control_buffer_released_before_attention_has_read_it(
