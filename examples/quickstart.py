@@ -76,9 +76,7 @@ def main() -> None:
     console.print(f"Question  {QUESTION}\n")
 
     expected = answer_with_dynamic_cache(model, tokenizer, prompt, arguments.new_tokens)
-    l1_capacity = arguments.l1_capacity or half_of_what_leaves_the_window(
-        expected.cache_bytes, prompt.shape[1], arguments.window
-    )
+    leaving_bytes = what_leaves_the_window(expected.cache_bytes, prompt.shape[1], arguments.window)
     actual, stats = answer_with_tiered_cache(
         model,
         tokenizer,
@@ -86,7 +84,8 @@ def main() -> None:
         arguments.new_tokens,
         window_tokens=arguments.window,
         block_tokens=arguments.block,
-        l1_capacity=l1_capacity,
+        host_capacity=arguments.host_capacity or leaving_bytes // 4,
+        l1_capacity=arguments.l1_capacity or leaving_bytes // 2,
         streaming=arguments.streaming,
     )
 
@@ -116,13 +115,18 @@ def answer_with_tiered_cache(
     *,
     window_tokens: int,
     block_tokens: int,
+    host_capacity: int | str,
     l1_capacity: int | str,
     streaming: bool,
 ) -> tuple[Answer, CacheStats]:
-    """The same with three tiers: the window on the device, then local storage, then a Zarr store."""
+    """The same with four tiers: the window on the device, host memory, local storage, and a Zarr store."""
     with tempfile.TemporaryDirectory(prefix="quickstart-l2-") as l2_directory:
         settings = TieredCacheConfig(
-            window_tokens=window_tokens, block_tokens=block_tokens, l1_capacity=l1_capacity, l2_url=l2_directory
+            window_tokens=window_tokens,
+            block_tokens=block_tokens,
+            host_capacity=host_capacity,
+            l1_capacity=l1_capacity,
+            l2_url=l2_directory,
         )
         if streaming:  # blocks stream through a few buffers to the attention
             cache = TieredCache.for_model(model, cache_config=settings)
@@ -333,7 +337,7 @@ def comparison_table(expected: Answer, actual: Answer) -> Table:
 def tier_table(stats: CacheStats) -> Table:
     table = Table(title="Where the tokens are", title_justify="left")
     table.add_column("tier")
-    for heading in ("tokens", "blocks", "held", "capacity", "written", "read"):
+    for heading in ("tokens", "blocks", "held", "capacity", "written", "read", "hits"):
         table.add_column(heading, justify="right")
     for name, tier in stats.tiers.items():
         capacity = "-" if tier.capacity_bytes is None else size(tier.capacity_bytes)
@@ -345,6 +349,7 @@ def tier_table(stats: CacheStats) -> Table:
             capacity,
             size(tier.bytes_written),
             size(tier.bytes_read),
+            f"{tier.hits:,}",
         )
     return table
 
@@ -355,7 +360,8 @@ def transfer_summary(stats: CacheStats) -> str:
     if not lookups:
         return "Everything fitted into the window: no storage was used.\n"
     return (
-        "Tokens are per layer; blocks and bytes are over all layers; L0's traffic is with the host.\n"
+        "Tokens are per layer; blocks and bytes are over all layers; L0's traffic is with the host; a hit is a\n"
+        "block that attention wanted and this tier was the nearest to have.\n"
         f"Prefetch was ahead of {stats.prefetch_hits:,} of {lookups:,} block reads{rate}.\n"
         f"Waited for storage {stats.stall_seconds:.2f} s: {stats.read_stall_seconds:.2f} s to read, "
         f"{stats.write_stall_seconds:.2f} s to write. L1 was read in {stats.l1_io_mode} mode.\n"
@@ -375,9 +381,9 @@ def size(value: float) -> str:
 # --- the command line -------------------------------------------------------------------------------------
 
 
-def half_of_what_leaves_the_window(cache_bytes: int, sequence_tokens: int, window_tokens: int) -> int:
-    """L1's default capacity in bytes: too little on purpose, so that L2 gets its share."""
-    return int(cache_bytes * max(0.1, 1 - window_tokens / sequence_tokens) / 2)
+def what_leaves_the_window(cache_bytes: int, sequence_tokens: int, window_tokens: int) -> int:
+    """In bytes. The upper tiers get only a part of it by default, on purpose, so that L2 gets its share."""
+    return int(cache_bytes * max(0.1, 1 - window_tokens / sequence_tokens))
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -390,6 +396,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--window", type=positive, default=512, help="newest tokens that stay in L0")
     parser.add_argument("--block", type=positive, default=128, help="tokens per block")
     parser.add_argument("--new-tokens", type=positive, default=64, help="longest answer")
+    parser.add_argument("--host-capacity", help='such as "200MiB"; without it a quarter of what leaves the window')
     parser.add_argument("--l1-capacity", help='such as "200MiB"; without it half of what leaves the window')
     parser.add_argument("--streaming", action="store_true", help="let blocks stream to the attention")
     parser.add_argument("--dtype", type=torch_dtype, default="float32", help="float32, bfloat16 or float16")

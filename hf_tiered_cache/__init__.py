@@ -22,6 +22,7 @@ from .errors import (
     VerificationError,
 )
 from .eviction import EvictionPolicy, register_eviction
+from .heat import HeatTable
 from .manager import KVCacheManager
 from .metrics import CacheStats, TierStats
 from .online_attention import AttentionRule
@@ -37,6 +38,7 @@ __all__ = [
     "ConfigError",
     "EvictionPolicy",
     "FingerprintMismatchError",
+    "HeatTable",
     "KVCacheManager",
     "StreamingL0",
     "Tier",

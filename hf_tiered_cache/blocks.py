@@ -120,14 +120,20 @@ class BlockCopy:
 class Block:
     """A sealed block, shared by every table and load that counts in `references`.
 
-    `copies` maps a place ("staging", "L1", "L2") to the copy there. It is never empty while the block is
-    referenced; whoever changes it or `references` holds the lock of the residency.
+    `copies` maps a place ("staging", "host", "L1", "L2") to the copy there, the nearest first. It is never empty
+    while the block is referenced; whoever changes it or `references` holds the lock of the residency. `slot` is
+    the block's in the heat table, -1 before it is there and afterwards. `leaving` has the places where a copy that
+    is no longer in `copies` waits for its deletion: no new one may be written there until then. `resident` is the
+    copy on the accelerator beside the window, if there is one.
     """
 
     key: BlockKey
     layout: BlockLayout
     references: int = 1
+    slot: int = -1
     copies: dict[str, BlockCopy] = field(default_factory=dict)
+    leaving: set[str] = field(default_factory=set)
+    resident: Any = None
 
     @property
     def stored_in(self) -> str | None:
@@ -159,6 +165,8 @@ class BlockTable:
         self.rows_version = 0
         self._runs: list[RowRun] = []
         self._next_revision: dict[int, int] = {}
+        self._slots = np.empty(0, np.int64)
+        self._slots_known = 0
 
     def __len__(self) -> int:
         return len(self.blocks)
@@ -184,6 +192,7 @@ class BlockTable:
             if block.key.namespace == self.namespace:
                 self._next_revision[block.key.block_idx] = block.key.revision + 1
         del self.blocks[keep_blocks:]
+        self._slots_known = min(self._slots_known, keep_blocks)
         while self._runs and self._runs[-1].first_block >= keep_blocks:
             self._runs.pop()
         return dropped
@@ -192,6 +201,17 @@ class BlockTable:
         """Let batch row `i` read what row `rows[i]` read before (reorder, repeat or select; moves no data)."""
         self._runs = [run._replace(rows=run.rows[np.asarray(rows)]) for run in self._runs]
         self.rows_version += 1
+
+    @property
+    def slots(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """The blocks' slots in the heat table."""
+        blocks = len(self.blocks)
+        if self._slots_known < blocks:
+            if len(self._slots) < blocks:
+                self._slots = np.concatenate([self._slots, np.empty(blocks, np.int64)])
+            self._slots[self._slots_known : blocks] = [block.slot for block in self.blocks[self._slots_known :]]
+            self._slots_known = blocks
+        return self._slots[:blocks]
 
     def runs(self, block_indices: Sequence[int]) -> Iterator[tuple[Sequence[int], RowRun]]:
         """Split ascending block indices into groups of one run, which share row map and layout."""

@@ -72,10 +72,10 @@ class TieredCache(DynamicCache):
         super().__init__(config=config)
         # Every layer exists from the start; stock code must not append more.
         self.layer_class_to_replicate = None
-        shared = manager is not None
+        users = set() if manager is None else {"who made it"}
         if manager is None:
             manager = KVCacheManager(TieredCacheConfig.from_options(cache_config, options))
-        self._binding = CacheBinding(manager, text_config, len(self.layers), users=[int(shared)])
+        self._binding = CacheBinding(manager, text_config, len(self.layers), users)
         self._given_to_generate = False
         _abandon_with(self, self._binding)
         keeps_output = bool(

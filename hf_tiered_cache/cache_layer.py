@@ -23,7 +23,8 @@ class CacheBinding:
         manager: holds the tokens.
         text_config: of the model; says which attention it uses.
         model_layers: how many layers it has.
-        users: one number shared by all caches that deepcopy made of one; the last to close closes the manager.
+        users: names of all that use the manager; shared by the caches that deepcopy made of one. The last to leave
+            closes the manager.
         source: the cache that this one copies.
     """
 
@@ -32,7 +33,7 @@ class CacheBinding:
         manager: KVCacheManager,
         text_config: PreTrainedConfig,
         model_layers: int,
-        users: list[int],
+        users: set[str],
         source: CacheBinding | None = None,
     ) -> None:
         self.manager = manager
@@ -46,7 +47,7 @@ class CacheBinding:
             manager.fork(source.request_id, self.request_id)
         self._text_config = text_config
         self._users = users
-        self._users[0] += 1
+        users.add(self.request_id)  # a set, since the garbage collector may take no lock
 
     def fork(self) -> CacheBinding:
         self.check_open()
@@ -89,8 +90,8 @@ class CacheBinding:
         if self.closed:
             return
         self.closed = True
-        self._users[0] -= 1
-        if self._users[0] == 0:
+        self._users.discard(self.request_id)
+        if not self._users:
             self.manager.close()
         elif not self.manager.closed:
             self.manager.free(self.request_id)
@@ -99,7 +100,7 @@ class CacheBinding:
         """The cache was garbage-collected. A manager that nobody else refers to goes the same way."""
         if not self.closed:
             self.closed = True
-            self._users[0] -= 1
+            self._users.discard(self.request_id)
             self.manager.abandon(self.request_id)
 
 

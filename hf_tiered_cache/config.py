@@ -18,9 +18,6 @@ _UNITS |= {f"{prefix}IB": 1024 ** (power + 1) for power, prefix in enumerate("KM
 
 # Settings whose feature is not there yet, with the values that ask for nothing.
 _NOT_YET: dict[str, tuple[Any, ...]] = {
-    "host_capacity": (0, None),
-    "high_watermark": (None, 1.0),
-    "low_watermark": (None, 1.0),
     "selection": (None,),
     "top_blocks": (None,),
     "tolerance": (None,),
@@ -59,14 +56,26 @@ class TieredCacheConfig:
 
     Args:
         window_tokens: newest tokens of each layer that always stay on the accelerator (L0). At least one block.
+            `"auto"`: as many as its memory allows just now, in whole blocks; see the next three.
+        window_min_tokens, window_max_tokens: bounds of an automatic window, at least one block. Default: one
+            block, and no upper bound.
+        memory_reserve: share of the accelerator's memory that an automatic window leaves free, within 2.5
+            percentage points: below, it shrinks, above, it grows.
         sink_tokens: first tokens of the sequence that stay on the accelerator as well.
         block_tokens: tokens per block, a multiple of 16. A block is the unit of every transfer.
         prefetch_layers: how many layers ahead the old blocks are loaded. Each costs one buffer of a whole
             layer on the accelerator; one more buffer belongs to the layer that is computing.
+        resident_capacity: bytes of accelerator memory (`int` or e.g. `"2GiB"`), per device, for older blocks that
+            stay there beside the window.
         stream_buffers: buffers through which old blocks stream to an attention that takes them part by part
             (`attn_implementation="tiered"`), at least 2: one is read while the others are being loaded.
         stream_buffer_size: bytes of each (`int` or e.g. `"16MiB"`); at least one block fits in. Larger buffers
             hide more of the storage's time behind the computation between two attentions.
+        concurrent_streams: how many threads may attend in this way at a time, per device, each through buffers
+            of its own; others wait for their turn. A second set of buffers is made when a second thread comes.
+        host_capacity: bytes of host memory for blocks, nearer than L1 (`int` or e.g. `"8GiB"`; page-locked on
+            CUDA), never exceeded; 0 turns it off. Default: a tenth of what is available when the first block
+            is written.
         l1_path: existing directory on fast local storage. The cache works in a private directory below it and
             removes only that. Default: below `$HF_TIERED_CACHE_DIR`, or the system's temporary directory.
         l1_capacity: bytes that L1 may occupy (`int` or e.g. `"200GiB"`), never exceeded; 0 turns L1 off.
@@ -75,34 +84,50 @@ class TieredCacheConfig:
             while L1 is small against the free memory and direct ones beyond.
         l2_url: existing directory for blocks that L1 has no room for. `None`: no L2.
         staging_blocks: host staging buffers (pinned on CUDA) for blocks on their way to storage.
-        eviction: policy that names the blocks which leave L1 first; see `register_eviction`.
+        eviction: policy that names the blocks which leave a tier first; see `register_eviction`. Default:
+            `"pinned"`, which in exact mode no other can beat.
+        high_watermark, low_watermark: when more than this share of a tier's capacity is occupied, its coldest
+            blocks sink one tier, in the background, until no more than the other share is.
+        protection_steps: a block that was read in so many last steps (forward passes, of any request) does not
+            sink.
+        warmup_steps: so many steps must have passed before blocks sink or rise because of how often they were
+            read.
+        prefetch_threshold: probability of being read from which on a block is loaded ahead of time, where the
+            blocks to come are not known for certain.
         l1_tier, l2_tier: storage implementations; see `register_tier`.
         mode: `"exact"`: every token takes part in attention.
-        host_capacity, high_watermark, low_watermark, selection, top_blocks, tolerance, verify: reserved; a
-            value that asks for something is refused.
+        selection, top_blocks, tolerance, verify: reserved; a value that asks for something is refused.
 
     Raises:
         ConfigError: a value makes no sense. The message says which and what to give instead.
     """
 
-    window_tokens: int = 4096
+    window_tokens: int | Literal["auto"] = 4096
+    window_min_tokens: int | None = None
+    window_max_tokens: int | None = None
+    memory_reserve: float = 0.125
     sink_tokens: int = 0
     block_tokens: int = 256
     prefetch_layers: int = 2
+    resident_capacity: int | str = 0
     stream_buffers: int = 3
     stream_buffer_size: int | str = "16MiB"
+    concurrent_streams: int = 2
+    host_capacity: int | str | None = None
     l1_path: str | os.PathLike[str] | None = None
     l1_capacity: int | str | None = None
     l1_io_mode: Literal["auto", "direct", "buffered"] = "auto"
     l2_url: str | os.PathLike[str] | None = None
     staging_blocks: int = 8
-    eviction: str = "fifo"
+    eviction: str | None = None
+    high_watermark: float = 0.9
+    low_watermark: float = 0.8
+    protection_steps: int = 2
+    warmup_steps: int = 16
+    prefetch_threshold: float = 0.5
     l1_tier: str = "nvme"
     l2_tier: str = "zarr"
     mode: Literal["exact"] = "exact"
-    host_capacity: int | str | None = 0
-    high_watermark: float | None = None
-    low_watermark: float | None = None
     selection: str | None = None
     top_blocks: int | None = None
     tolerance: float | None = None
@@ -120,12 +145,14 @@ class TieredCacheConfig:
         if self.mode != "exact":
             raise ConfigError(f"mode={self.mode!r} is not available: the only mode is 'exact'")
         for name, minimum in (
-            ("window_tokens", 1),
             ("sink_tokens", 0),
             ("block_tokens", 1),
             ("prefetch_layers", 1),
             ("stream_buffers", 2),
+            ("concurrent_streams", 1),
             ("staging_blocks", 1),
+            ("protection_steps", 0),
+            ("warmup_steps", 0),
         ):
             self._require_int(name, minimum)
         if self.block_tokens % ATTENTION_TILE_TOKENS:
@@ -133,29 +160,91 @@ class TieredCacheConfig:
                 f"block_tokens={self.block_tokens} is not a multiple of the attention tile of "
                 f"{ATTENTION_TILE_TOKENS} tokens: take 128 or 256, say"
             )
-        if self.window_tokens < self.block_tokens:
-            raise ConfigError(
-                f"window_tokens={self.window_tokens} is smaller than block_tokens={self.block_tokens}: "
-                "a window holds at least one block; widen the window or take smaller blocks"
-            )
+        self._check_window()
+        self._check_residency()
         if self.l1_io_mode not in ("auto", "direct", "buffered"):
             raise ConfigError(f"l1_io_mode={self.l1_io_mode!r}: take 'auto', 'direct' or 'buffered'")
         if self.stream_buffer_bytes == 0:
             raise ConfigError("stream_buffer_size=0: a buffer holds at least one block; '16MiB' is a good size")
-        if self.l1_capacity_bytes == 0 and self.l2_url is None:
-            raise ConfigError("l1_capacity=0 turns L1 off: give an l2_url, or blocks have nowhere to go")
+        if self.l1_capacity_bytes == 0 and self.l2_url is None and self.host_capacity_bytes in (0, None):
+            raise ConfigError(
+                "l1_capacity=0 turns L1 off: give an l2_url or a host_capacity, or blocks have nowhere to go"
+            )
         if "://" in self.l2_directory and not self.l2_directory.startswith("file://"):
             raise ConfigError(f"l2_url={self.l2_url!r}: only local directories are available yet")
+
+    def _check_window(self) -> None:
+        bounds = ("window_min_tokens", "window_max_tokens")
+        if self.window_tokens == "auto":
+            sizes = [name for name in bounds if getattr(self, name) is not None]
+        else:
+            sizes = ["window_tokens"]
+            for name in bounds:
+                if getattr(self, name) is not None:
+                    raise ConfigError(
+                        f"{name}={getattr(self, name)!r} bounds an automatic window: set "
+                        "window_tokens='auto', or leave it out"
+                    )
+        for name in sizes:
+            self._require_int(name, 1)
+            if getattr(self, name) < self.block_tokens:
+                raise ConfigError(
+                    f"{name}={getattr(self, name)} is smaller than block_tokens={self.block_tokens}: "
+                    "a window holds at least one block; widen the window or take smaller blocks"
+                )
+        if self.window_max_tokens is not None and self.window_max_tokens < self.window_floor_tokens:
+            raise ConfigError(
+                f"window_max_tokens={self.window_max_tokens} is below window_min_tokens={self.window_floor_tokens}"
+            )
+        if not 0.025 <= self._fraction("memory_reserve") <= 0.9:
+            raise ConfigError(f"memory_reserve={self.memory_reserve}: give a share between 0.025 and 0.9")
+
+    def _check_residency(self) -> None:
+        low, high = self._fraction("low_watermark"), self._fraction("high_watermark")
+        if not 0 < low <= high <= 1:
+            raise ConfigError(
+                f"low_watermark={low} and high_watermark={high}: give shares of a capacity, 0 < low <= high <= 1"
+            )
+        if not 0 <= self._fraction("prefetch_threshold") <= 1:
+            raise ConfigError(f"prefetch_threshold={self.prefetch_threshold}: give a probability, 0 to 1")
+        if self.eviction is not None and not isinstance(self.eviction, str):
+            raise ConfigError(f"eviction={self.eviction!r}: give the name of a policy, or None")
+        for name in ("host_capacity", "resident_capacity"):
+            if getattr(self, name) is not None:
+                parse_bytes(getattr(self, name), name)
+
+    def _fraction(self, name: str) -> float:
+        value = getattr(self, name)
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            raise ConfigError(f"{name}={value!r}: give a number between 0 and 1")
+        return float(value)
+
+    @property
+    def window_floor_tokens(self) -> int:
+        """Tokens that the window holds at least."""
+        if self.window_tokens == "auto":
+            return self.block_tokens if self.window_min_tokens is None else self.window_min_tokens
+        return self.window_tokens
+
+    @property
+    def eviction_policy(self) -> str:
+        """`eviction`, or the mode's own."""
+        return self.eviction or "pinned"
+
+    @property
+    def host_capacity_bytes(self) -> int | None:
+        """`host_capacity` in bytes, `None` when it was left open."""
+        return None if self.host_capacity is None else parse_bytes(self.host_capacity, "host_capacity")
+
+    @property
+    def resident_bytes(self) -> int:
+        """`resident_capacity` in bytes."""
+        return parse_bytes(self.resident_capacity, "resident_capacity")
 
     @property
     def l1_capacity_bytes(self) -> int | None:
         """`l1_capacity` in bytes, `None` when it was left open."""
         return None if self.l1_capacity is None else parse_bytes(self.l1_capacity, "l1_capacity")
-
-    @property
-    def held_tokens(self) -> int:
-        """Tokens of a layer that stay on the accelerator before the first block leaves."""
-        return self.sink_tokens + self.window_tokens + self.block_tokens
 
     @property
     def stream_buffer_bytes(self) -> int:

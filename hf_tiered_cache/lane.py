@@ -4,30 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from concurrent.futures import CancelledError, Future
-from dataclasses import dataclass
 
 import torch
 
-from .blocks import BlockTable
+from .blocks import BlockLayout, BlockTable
+from .buffers import GatherBuffers
 from .errors import CacheClosedError
+from .locks import TimedLock
 from .metrics import Metrics
+from .resident import ResidentPool
 from .transfer.engine import CopyEngine, Event
 from .transfer.staging import SlotRing, StagingPool
 from .transfer.worker import AWAITED_NICENESS, Worker
-from .window import Geometry, WindowBuffer
+from .window import WindowBuffer
 from .writeback import WriteBack
 
 # One more block can be packed while the one before is copied out; likewise for loading.
 SLOTS_PER_RING = 2
-
-
-@dataclass(eq=False)
-class LoadBuffer:
-    """Accelerator memory that loads fill and attention reads: K and V of one whole layer `[B, H, capacity, D]`, or
-    a few blocks as they are stored. It may be overwritten after `released`, an event of the compute stream."""
-
-    storage: torch.Tensor
-    released: Event
 
 
 class Lane:
@@ -37,11 +30,14 @@ class Lane:
         copy-out:                        pack slot ──▶ staging slot ──▶ write-back
         copy-in:                         loading slot ──▶ gather buffer
 
+    Any number of threads may seal and wait; `loading` is the prefetch thread's alone.
+
     Args:
         engine: of the device; closed with the lane.
         write_back: takes the sealed blocks.
+        resident: blocks that stay on the device.
         metrics: of the manager.
-        gather_buffers: buffers of a whole layer each; allocated when first used.
+        prefetch_layers: buffers of a whole layer each, beside those that attention reads.
         staging_blocks: host buffers for blocks on their way out.
     """
 
@@ -49,13 +45,16 @@ class Lane:
         self,
         engine: CopyEngine,
         write_back: WriteBack,
+        resident: ResidentPool,
         metrics: Metrics,
-        gather_buffers: int,
+        prefetch_layers: int,
         staging_blocks: int,
     ) -> None:
         self.engine = engine
         self.worker = Worker("prefetch", AWAITED_NICENESS)
-        self.free_buffers = [self.empty_buffer() for _ in range(gather_buffers)]
+        self.buffers = GatherBuffers(engine, metrics, ahead=prefetch_layers)
+        self._packing = TimedLock(metrics)
+        self.resident = resident
         self._write_back = write_back
         self._metrics = metrics
         self._staging = StagingPool(engine, staging_blocks)
@@ -73,7 +72,6 @@ class Lane:
             recycled=engine.recycled,
             wait=lambda event: event.wait(),
         )
-        self._buffer_in_use: LoadBuffer | None = None
 
     def seal_oldest(self, window: WindowBuffer, table: BlockTable, block_tokens: int) -> None:
         """Move the window's oldest block into the table and start its way to storage.
@@ -87,32 +85,32 @@ class Lane:
         with self._metrics.stall("write"):
             slot = self._staging.acquire(layout.nbytes, check=self._write_back.retry)
         try:
-            with self._metrics.stall("write"):
-                packed = self._pack.next(layout.nbytes)
-            keys, values = layout.split(layout.over(packed, 1))
-            window_keys, window_values = window.oldest_block()
-            keys[0].copy_(window_keys)
-            values[0].copy_(window_values)
-            event = self.engine.copy_out(packed, slot.buffer[: layout.nbytes], after=self.engine.record_compute())
+            with self._packing:
+                event, resident = self._pack_and_copy(window, layout, slot.buffer[: layout.nbytes])
         except BaseException:  # out of memory, say
             slot.pool.release(slot)
             raise
-        self._pack.busy_until(event)
-        self._write_back.add(table.seal(layout), slot, event)
+        block = table.seal(layout)
+        self._write_back.add(block, slot, event)
+        if resident is not None:
+            self.resident.enter(block, resident, ready=self.engine.record_compute())
         window.drop_oldest_block()
         self._metrics.count(blocks_sealed=1, L0_read=layout.nbytes)
 
-    def empty_buffer(self) -> LoadBuffer:
-        """A buffer that has no memory yet."""
-        return LoadBuffer(self.engine.allocate(0), self.engine.record_compute())
-
-    def reallocate(self, buffer: LoadBuffer, nbytes: int) -> None:
-        """Give a buffer other memory, losing its content."""
-        self.engine.free(buffer.storage)
-        buffer.storage = self.engine.allocate(0)
-        buffer.storage = self.engine.allocate(nbytes)
-        # The allocator may have given memory that the compute stream is not done with.
-        buffer.released = self.engine.record_compute()
+    def _pack_and_copy(
+        self, window: WindowBuffer, layout: BlockLayout, target: torch.Tensor
+    ) -> tuple[Event, torch.Tensor | None]:
+        """Copy the oldest block to the host, and on the device if it is to be resident there."""
+        with self._metrics.stall("write"):
+            packed = self._pack.next(layout.nbytes)
+        keys, values = layout.split(layout.over(packed, 1))
+        window_keys, window_values = window.oldest_block()
+        keys[0].copy_(window_keys)
+        values[0].copy_(window_values)
+        resident = self.resident.copy_of(packed)
+        event = self.engine.copy_out(packed, target, after=self.engine.record_compute())
+        self._pack.busy_until(event)
+        return event, resident
 
     def wait(self, tasks: Iterable[Future[Event | None]]) -> None:
         """Block until tasks of the worker are done, which is counted as a stall, and let the compute stream wait
@@ -130,37 +128,11 @@ class Lane:
         except CancelledError as error:
             raise CacheClosedError("the cache was closed while its blocks were being loaded") from error
 
-    def fit(self, buffer: LoadBuffer, geometry: Geometry, tokens: int) -> int:
-        """Give a free buffer room for `tokens`, losing its content. Returns the tokens it has room for."""
-        if buffer.storage.numel() < geometry.nbytes(tokens):
-            # A sequence grows by one token at a time; not so its buffers.
-            self.reallocate(buffer, geometry.nbytes(tokens + tokens // 8))
-        return max(tokens, geometry.tokens_in(buffer.storage.numel()))
-
-    def use(self, buffer: LoadBuffer) -> None:
-        """Attention is about to read this buffer."""
-        assert self._buffer_in_use is None
-        self._buffer_in_use = buffer
-
-    def release_used(self) -> None:
-        """The attention that read the buffer in use has been enqueued: it may be overwritten after that."""
-        if self._buffer_in_use is not None:
-            self.give_back(self._buffer_in_use)
-            self._buffer_in_use = None
-
-    def give_back(self, buffer: LoadBuffer) -> None:
-        """Nothing enqueued from now on reads this buffer."""
-        self.engine.recycled(buffer.storage)
-        buffer.released = self.engine.record_compute()
-        self.free_buffers.append(buffer)
-
     def close(self) -> None:
         """End the threads. Blocks until copies that run have finished. May be called twice."""
         self.worker.close()
         self.engine.close()
-        self.release_used()
-        for buffer in self.free_buffers:
-            self.engine.free(buffer.storage)
-        self.free_buffers = []
+        self.buffers.close()
+        self.resident.close()
         self._pack.close()
         self.loading.close()

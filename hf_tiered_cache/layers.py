@@ -27,7 +27,8 @@ class LayerState:
         table: its sealed blocks.
         sink_tokens, block_tokens: as set.
 
-    `streamed` says that attention takes it part by part, so that nobody needs it whole.
+    `streamed` says that attention takes it part by part, so that nobody needs it whole; `growing`, that its window
+    was made larger and takes the newest blocks back.
     """
 
     def __init__(
@@ -39,13 +40,20 @@ class LayerState:
         self.sink_tokens = sink_tokens
         self.block_tokens = block_tokens
         self.streamed = False
+        self.growing = False
 
     @classmethod
     def empty(
-        cls, layer_idx: int, namespace: str, engine: CopyEngine, geometry: Geometry, config: TieredCacheConfig
+        cls,
+        layer_idx: int,
+        namespace: str,
+        engine: CopyEngine,
+        geometry: Geometry,
+        config: TieredCacheConfig,
+        window_tokens: int,
     ) -> LayerState:
         """A layer without tokens."""
-        window = WindowBuffer(engine, geometry, config.sink_tokens, config.window_tokens, config.block_tokens)
+        window = WindowBuffer(engine, geometry, config.sink_tokens, window_tokens, config.block_tokens)
         return cls(layer_idx, window, BlockTable(namespace, layer_idx), config.sink_tokens, config.block_tokens)
 
     @property
@@ -95,5 +103,5 @@ class LayerState:
         """A second layer with the same tokens: shared blocks, which the caller counts, and a window of its own."""
         table = self.table.fork(namespace, layer_idx)
         twin = LayerState(layer_idx, self.window.copy(), table, self.sink_tokens, self.block_tokens)
-        twin.streamed = self.streamed
+        twin.streamed, twin.growing = self.streamed, self.growing
         return twin

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import threading
 import weakref
-from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
+from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,21 +15,27 @@ import torch
 from .config import TieredCacheConfig
 from .errors import CacheClosedError, ConfigError
 from .layers import LayerState
+from .locks import TimedLock
 from .metrics import CacheStats
 from .online_attention import AttentionRule, OnlineAttention
-from .paths import DataPaths, Request, as_positions, layers_of
+from .paths import DataPaths, as_positions
+from .pressure import MemoryProbe, probe_memory
 from .report import snapshot
+from .requests import Request, RequestBook, closed_error, layers_of
 from .resources import EngineFactory, Resources
 from .transfer.engine import make_engine
 from .window import Geometry
+from .windows import Windows
 
 
 class KVCacheManager:
     """Holds K and V of requests in tiers: the newest tokens on the accelerator, older blocks in storage.
 
     A request has layers; a layer has tokens, in order, for a batch of rows. Nothing is opened before the first
-    block leaves a window. Calls are serialised by one lock; they block while storage is behind (counted as
-    stall). What went wrong in the background is raised by the next call that adds tokens, or by `flush`.
+    block leaves a window. Any number of threads may call: calls on one request wait for each other, calls on
+    different ones do not, and all share the tiers and their capacities. Calls block while storage is behind
+    (counted as stall). What went wrong in the background is raised by the next call that adds tokens, or by
+    `flush`.
 
     ```python
     with KVCacheManager(TieredCacheConfig(window_tokens=4096)) as manager:
@@ -41,6 +46,7 @@ class KVCacheManager:
 
     Args:
         cache_config: settings; the defaults when `None`.
+        memory_probe: tells an automatic window how much memory a device has; see `probe_memory`.
         engine_factory: makes the copy engine of a device.
 
     Raises:
@@ -48,17 +54,18 @@ class KVCacheManager:
     """
 
     def __init__(
-        self, cache_config: TieredCacheConfig | None = None, *, engine_factory: EngineFactory = make_engine
+        self,
+        cache_config: TieredCacheConfig | None = None,
+        *,
+        memory_probe: MemoryProbe = probe_memory,
+        engine_factory: EngineFactory = make_engine,
     ) -> None:
         self.config = cache_config or TieredCacheConfig()
         self._resources = Resources(self.config, engine_factory)
-        self._paths = DataPaths(self._resources)
-        self._lock = threading.RLock()
-        self._requests: dict[Hashable, Request] = {}
-        self._namespaces = 0
-        self._depth = 0
-        # Requests whose owners were garbage-collected; freed by the next call. See `abandon`.
-        self._abandoned: deque[Hashable] = deque()
+        self._book = RequestBook(self._resources.metrics)
+        self._windows = Windows(self.config, memory_probe, self._resources.metrics)
+        self._paths = DataPaths(self._resources, self._book, self._windows)
+        self._closing = TimedLock(self._resources.metrics, reentrant=True)
         self._finalizer = weakref.finalize(self, self._resources.close_elsewhere)
         self._finalizer.atexit = False
 
@@ -71,17 +78,16 @@ class KVCacheManager:
     @property
     def closed(self) -> bool:
         """Whether `close()` was called."""
-        return self._resources.closed
+        return self._book.closed or self._resources.closed
 
     def close(self) -> None:
-        """End threads, drop all requests, remove what was written. Blocks. May be called twice."""
-        with self._lock:
-            if not self.closed:
-                for layer in layers_of(list(self._requests.values())):
-                    self._paths.forget(layer)
-                self._requests.clear()
-                self._finalizer.detach()
-                self._resources.close()
+        """End threads, drop all requests, remove what was written. Blocks until calls of other threads have ended;
+        those that come later raise `CacheClosedError`. May be called twice."""
+        with self._closing:
+            for request in self._book.close():
+                self._drop(request)
+            self._finalizer.detach()
+            self._resources.close()
 
     # -- requests ---------------------------------------------------------------------------------------------
 
@@ -95,14 +101,10 @@ class KVCacheManager:
         Raises:
             ConfigError: the name is taken, or `seq_len` is negative.
         """
-        with self._calling():
-            if request_id in self._requests:
-                raise ConfigError(f"request {request_id!r} exists: free() it first, or choose another name")
-            if seq_len < 0:
-                raise ConfigError(f"seq_len={seq_len} is negative")
-            namespace = f"request{self._namespaces:04d}"
-            self._namespaces += 1
-            self._requests[request_id] = Request(request_id, namespace, seq_len)
+        self._check()
+        if seq_len < 0:
+            raise ConfigError(f"seq_len={seq_len} is negative")
+        self._book.enter(self._book.make(request_id, seq_len))
 
     def free(self, request_id: Hashable) -> None:
         """Forget a request and delete its blocks, except those that a fork still needs.
@@ -110,12 +112,12 @@ class KVCacheManager:
         Raises:
             ConfigError: there is no such request.
         """
-        with self._calling():
-            self._free(request_id)
+        self._check()
+        self._drop(self._book.remove(request_id))
 
     def abandon(self, request_id: Hashable) -> None:
         """Free a request at the next call. For the garbage collector: takes no lock and does not block."""
-        self._abandoned.append(request_id)
+        self._book.abandon(request_id)
 
     def fork(self, request_id: Hashable, new_request_id: Hashable) -> None:
         """Register a second request with the same tokens. Sealed blocks are shared, windows are copied.
@@ -123,12 +125,15 @@ class KVCacheManager:
         Raises:
             ConfigError: there is no such request, or the new name is taken.
         """
-        with self._calling():
-            source = self._request(request_id)
-            self.allocate(new_request_id, source.expected_tokens)
-            twin = self._requests[new_request_id]
-            for layer_idx, layer in source.layers.items():
-                self._paths.fork(layer, twin, layer_idx)
+        with self._using(request_id) as source:
+            twin = self._book.make(new_request_id, source.expected_tokens)
+            try:
+                for layer_idx, layer in source.layers.items():
+                    self._paths.fork(layer, twin, layer_idx)
+                self._book.enter(twin)
+            except BaseException:
+                self._drop(twin)
+                raise
 
     def fork_layer(self, request_id: Hashable, layer_id: int, new_layer_id: int) -> None:
         """Make a second layer of a request with the tokens of the first, blocks shared. None when it has none.
@@ -136,8 +141,7 @@ class KVCacheManager:
         Raises:
             ConfigError: there is no such request, or the new layer exists.
         """
-        with self._calling():
-            request = self._request(request_id)
+        with self._using(request_id) as request:
             if new_layer_id in request.layers:
                 raise ConfigError(f"layer {new_layer_id} of {request_id!r} exists: free_layer() it first")
             if layer_id in request.layers:
@@ -145,26 +149,26 @@ class KVCacheManager:
 
     def free_layer(self, request_id: Hashable, layer_id: int) -> None:
         """Forget the tokens of one layer; without effect when it holds none."""
-        with self._calling():
-            layer = self._request(request_id).layers.pop(layer_id, None)
+        with self._using(request_id) as request:
+            layer = request.layers.pop(layer_id, None)
             if layer is not None:
                 self._paths.forget(layer)
 
     def batch_size(self, request_id: Hashable, layer_id: int) -> int | None:
         """Rows of a layer's batch; `None` before its first `append`."""
-        layer = self._request(request_id).layers.get(layer_id)
+        layer = self._book.find(request_id).layers.get(layer_id)
         return None if layer is None else layer.geometry.batch
 
     def tokens(self, request_id: Hashable, layer_id: int) -> int:
         """Tokens that a layer holds; 0 before its first `append`."""
-        layer = self._request(request_id).layers.get(layer_id)
+        layer = self._book.find(request_id).layers.get(layer_id)
         return 0 if layer is None else layer.tokens
 
     def overflows(self, request_id: Hashable, layer_id: int, new_tokens: int) -> bool:
         """Whether blocks of a layer have left its window, or will when so many tokens are added."""
-        layer = self._request(request_id).layers.get(layer_id)
+        layer = self._book.find(request_id).layers.get(layer_id)
         if layer is None:
-            return new_tokens > self.config.held_tokens
+            return new_tokens > self.config.sink_tokens + self._windows.tokens + self.config.block_tokens
         return bool(layer.table) or not layer.window.fits(new_tokens)
 
     # -- data -------------------------------------------------------------------------------------------------
@@ -181,8 +185,8 @@ class KVCacheManager:
             ConfigError: the tensors do not fit each other or what the layer holds; nothing was added.
             TierError: storage failed. The tokens that were sealed or are in the window so far stay.
         """
-        with self._calling(adds_tokens=True):
-            self._paths.append(self._layer(request_id, layer_id, key, value), key, value)
+        with self._using(request_id, adds_tokens=True) as request:
+            self._paths.append(self._layer(request, layer_id, key, value), key, value)
 
     def update(
         self, request_id: Hashable, layer_id: int, key: torch.Tensor, value: torch.Tensor
@@ -193,16 +197,16 @@ class KVCacheManager:
             request_id, layer_id, key, value: as for `append`.
 
         Returns:
-            K `[B, Hk, S, Dk]` and V `[B, Hv, S, Dv]`, views of reused buffers: valid until the next call, and
-            not to be written to. What was enqueued on the current stream before that call may still read them.
+            K `[B, Hk, S, Dk]` and V `[B, Hv, S, Dv]`, views of reused buffers: valid until this thread's next
+            call, and not to be written to. What was enqueued on the current stream before that call may still
+            read them.
 
         Raises:
             ConfigError: as for `append`.
             TierError: as for `append`, or a block could not be read.
         """
-        with self._calling(adds_tokens=True):
-            layer = self._layer(request_id, layer_id, key, value)
-            return self._paths.gather(self._requests[request_id], layer, key, value)
+        with self._using(request_id, adds_tokens=True) as request:
+            return self._paths.gather(request, self._layer(request, layer_id, key, value), key, value)
 
     def attend(
         self,
@@ -231,14 +235,17 @@ class KVCacheManager:
             TierReadError: a block could not be read; nothing was added.
             TierError: storage failed while older tokens left the window; the tokens added so far stay.
         """
-        with self._calling(adds_tokens=True):
+        with self._using(request_id, adds_tokens=True) as request:
             Geometry.of(key, value)
             rule = rule or AttentionRule()
-            rule.check_fits(query, key, value, self.tokens(request_id, layer_id) + key.shape[2])
-            layer = self._layer(request_id, layer_id, key, value)
-            account = self._resources.account(key.device)
-            with OnlineAttention(query, key.shape[1], value.shape[3], rule, account) as attention:
-                self._paths.attend(self._requests[request_id], layer, key, value, attention)
+            held = request.layers.get(layer_id)
+            rule.check_fits(query, key, value, (held.tokens if held else 0) + key.shape[2])
+            layer = self._layer(request, layer_id, key, value)
+            with (
+                self._resources.seats(key.device).seat(request) as seat,
+                OnlineAttention(query, key.shape[1], value.shape[3], rule, seat.account) as attention,
+            ):
+                self._paths.attend(request, layer, key, value, attention, seat)
                 return attention.finish()
 
     def fetch(
@@ -258,29 +265,33 @@ class KVCacheManager:
             ConfigError: no such layer, or a position outside `[0, tokens)`.
             TierReadError: a block could not be read.
         """
-        with self._calling():
-            layer = self._existing_layer(request_id, layer_id)
+        with self._using(request_id) as request:
+            layer = _existing_layer(request, layer_id)
             wanted = as_positions(positions, layer.tokens)
-            self._requests[request_id].order.observe(layer_id)
+            self._paths.begin(request, layer_id)
             return self._paths.fetch(layer, wanted)
 
-    def prefetch(self, request_id: Hashable, predicted_positions: torch.Tensor | Sequence[int]) -> int:
-        """Start to load the blocks that hold these positions, for the layers that come next. Does not block.
+    def prefetch(
+        self, request_id: Hashable, predicted_positions: torch.Tensor | Sequence[int] | None = None
+    ) -> int:
+        """Start to load blocks for the layers that come next. Does not block.
 
         The layers are those that follow the last one used, in the order learnt so far, as many as there are
-        free buffers (`prefetch_layers + 1` per device). `update` and `fetch` then find the blocks on their way.
+        free buffers (at least `prefetch_layers`, per device). `update` and `fetch` then find the blocks on their way.
 
         Args:
             request_id: which request.
-            predicted_positions: 1-D, token indices; those in sink or window need no load.
+            predicted_positions: 1-D, token indices, whose blocks are loaded; those in sink or window need no
+                load. `None`: the blocks that, going by how they were read so far, will be read with a
+                probability of at least `prefetch_threshold`.
 
         Returns:
             For how many layers a load was started.
         """
-        with self._calling():
-            request = self._request(request_id)
+        with self._using(request_id) as request:
             longest = max((layer.tokens for layer in request.layers.values()), default=0)
-            return self._paths.prefetch(request, as_positions(predicted_positions, longest))
+            positions = None if predicted_positions is None else as_positions(predicted_positions, longest)
+            return self._paths.prefetch(request, positions)
 
     def evict(self, request_id: Hashable) -> int:
         """Let a request leave the accelerator: seal every full block of its windows. Blocks on storage.
@@ -293,14 +304,8 @@ class KVCacheManager:
         Raises:
             TierError: storage failed; what was not sealed is still in the window.
         """
-        with self._calling(adds_tokens=True):
-            sealed = 0
-            for layer in self._request(request_id).layers.values():
-                while layer.window.held_tokens >= layer.block_tokens:
-                    self._paths.seal(layer)
-                    sealed += 1
-                layer.window.shrink()
-            return sealed
+        with self._using(request_id, adds_tokens=True) as request:
+            return sum(self._paths.evict(layer) for layer in request.layers.values())
 
     def flush(self) -> None:
         """Wait until every sealed block is in a tier. Blocks.
@@ -308,8 +313,13 @@ class KVCacheManager:
         Raises:
             TierError: one could not be written.
         """
-        with self._calling():
+        self._check()
+        try:
             self._resources.flush()
+        except (RuntimeError, CancelledError) as error:
+            if self.closed:
+                raise closed_error() from error
+            raise
 
     # -- changes of what is held --------------------------------------------------------------------------------
 
@@ -321,8 +331,8 @@ class KVCacheManager:
             ConfigError: `tokens_to_remove` is negative.
             TierReadError: the block on the border could not be read; nothing was removed.
         """
-        with self._calling():
-            layer = self._existing_layer(request_id, layer_id)
+        with self._using(request_id) as request:
+            layer = _existing_layer(request, layer_id)
             if tokens_to_remove < 0:
                 raise ConfigError(f"tokens_to_remove={tokens_to_remove} is negative")
             self._paths.crop(layer, max(0, layer.tokens - tokens_to_remove))
@@ -330,8 +340,8 @@ class KVCacheManager:
     def select_rows(self, request_id: Hashable, layer_id: int, rows: Sequence[int] | np.ndarray[Any, Any]) -> None:
         """Let batch row `i` of a layer be what row `rows[i]` was: reorders, repeats or drops rows. Moves the
         window's data only; for sealed blocks a row map changes."""
-        with self._calling():
-            layer = self._existing_layer(request_id, layer_id)
+        with self._using(request_id) as request:
+            layer = _existing_layer(request, layer_id)
             index = np.asarray(rows, dtype=np.int64)
             if index.size == 0 or index.min() < 0 or index.max() >= layer.geometry.batch:
                 raise ConfigError(f"rows {index.tolist()} are not all within a batch of {layer.geometry.batch}")
@@ -341,57 +351,50 @@ class KVCacheManager:
 
     def stats(self) -> CacheStats:
         """A snapshot of what the tiers hold and have done."""
-        with self._lock:
-            return snapshot(self._resources, list(layers_of(list(self._requests.values()))))
+        return snapshot(self._resources, self._windows, list(layers_of(self._book.all())))
 
     # -- inside -----------------------------------------------------------------------------------------------
 
+    def _check(self, adds_tokens: bool = False) -> None:
+        """No call after `close()`, and no new tokens before an earlier failure was heard."""
+        if self.closed:
+            raise closed_error()
+        if self._resources.owner_pid != os.getpid():
+            raise CacheClosedError(
+                "the cache belongs to the parent process, and so do its threads: make a new one"
+            )
+        if adds_tokens and self._resources.write_back is not None:
+            self._resources.write_back.raise_failure()
+        for request_id in self._book.abandoned():
+            self._drop(self._book.remove(request_id))
+
     @contextmanager
-    def _calling(self, adds_tokens: bool = False) -> Iterator[None]:
-        """One call at a time, none after `close()`, and no new tokens before an earlier failure was heard."""
-        with self._lock:
-            if self.closed:
-                raise CacheClosedError("the cache is closed: make a new one")
-            if self._resources.owner_pid != os.getpid():
-                raise CacheClosedError(
-                    "the cache belongs to the parent process, and so do its threads: make a new one"
-                )
-            if adds_tokens and self._resources.write_back is not None:
-                self._resources.write_back.raise_failure()
-            while self._abandoned and self._depth == 0:
-                self._free(self._abandoned.popleft())
-            self._depth += 1
-            try:
-                yield
-            finally:
-                self._depth -= 1
+    def _using(self, request_id: Hashable, adds_tokens: bool = False) -> Iterator[Request]:
+        """Work on a request, when nobody else does."""
+        self._check(adds_tokens)
+        with self._book.using(request_id) as request:
+            yield request
 
-    def _free(self, request_id: Hashable) -> None:
-        for layer in self._request(request_id).layers.values():
-            self._paths.forget(layer)
-        del self._requests[request_id]
+    def _drop(self, request: Request) -> None:
+        with request.lock:
+            request.freed = True
+            for layer in request.layers.values():
+                self._paths.forget(layer)
+            request.layers.clear()
 
-    def _request(self, request_id: Hashable) -> Request:
-        if request_id not in self._requests:
-            raise ConfigError(f"there is no request {request_id!r}: allocate() it first")
-        return self._requests[request_id]
-
-    def _existing_layer(self, request_id: Hashable, layer_id: int) -> LayerState:
-        request = self._request(request_id)
-        if layer_id not in request.layers:
-            raise ConfigError(f"layer {layer_id} of {request_id!r} holds nothing yet: append() to it first")
-        return request.layers[layer_id]
-
-    def _layer(self, request_id: Hashable, layer_id: int, key: torch.Tensor, value: torch.Tensor) -> LayerState:
+    def _layer(self, request: Request, layer_id: int, key: torch.Tensor, value: torch.Tensor) -> LayerState:
         """The layer to which these tensors can be appended, made if it is the first time."""
-        request = self._request(request_id)
         geometry = Geometry.of(key, value)
         layer = request.layers.get(layer_id)
         if layer is None:
-            engine, namespace = self._resources.engine(key.device), request.block_namespace(layer_id)
-            layer = LayerState.empty(layer_id, namespace, engine, geometry, self.config)
-            request.layers[layer_id] = layer
+            layer = self._paths.new_layer(request, layer_id, geometry, key.device)
         else:
             layer.check_fits(geometry, key.device)
-        request.order.observe(layer_id)
+        self._paths.begin(request, layer_id)
         return layer
+
+
+def _existing_layer(request: Request, layer_id: int) -> LayerState:
+    if layer_id not in request.layers:
+        raise ConfigError(f"layer {layer_id} of {request.request_id!r} holds nothing yet: append() to it first")
+    return request.layers[layer_id]

@@ -6,12 +6,15 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
+
+# How far back rates look.
+_RATE_SECONDS = 10
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,8 @@ class TierStats:
             blocks of the file system, of L2 before compression.
         capacity_bytes: the limit on `bytes`, `None` when there is none.
         bytes_written, bytes_read: traffic since the start. L0's is what was copied to and from the host.
+        hits: blocks that attention wanted and that this tier, being the nearest that had them, served. L0's are
+            those that were resident beside the windows.
     """
 
     tokens: float
@@ -33,6 +38,7 @@ class TierStats:
     capacity_bytes: int | None
     bytes_written: int
     bytes_read: int
+    hits: int
 
 
 @dataclass(frozen=True)
@@ -41,13 +47,19 @@ class CacheStats:
 
     Args:
         sequence_tokens: tokens in the cache (the longest layer of the longest request).
-        tiers: `"L0"`, `"L1"` and `"L2"`.
+        tiers: `"L0"`, `"host"`, `"L1"` and `"L2"`.
         blocks_sealed: blocks that left the window.
-        blocks_demoted: blocks that L1 handed to L2.
+        blocks_demoted: blocks that sank from a tier to one below, or gave up a copy there.
+        blocks_promoted: blocks of which a tier got a copy from one below.
+        swap_ins_per_second, swap_outs_per_second: blocks that went to the accelerator, and that left it, in the
+            last ten seconds.
         prefetch_hits: blocks whose load had been started before attention asked for them.
         prefetch_misses: blocks whose load began only then.
         read_stall_seconds: time the caller waited for blocks on their way in.
         write_stall_seconds: time the caller waited for a free staging buffer.
+        lock_wait_seconds: time that threads waited for one another.
+        window_tokens: how long the windows are now.
+        window_changes: since when they had which length, as (step, tokens), a step being a forward pass.
         l0_bytes, peak_l0_bytes: accelerator memory that the package holds, now and at most.
         l1_io_mode: how L1 is read just now, `"direct"` or `"buffered"`; `None` before the first read.
     """
@@ -56,10 +68,16 @@ class CacheStats:
     tiers: Mapping[str, TierStats]
     blocks_sealed: int
     blocks_demoted: int
+    blocks_promoted: int
+    swap_ins_per_second: float
+    swap_outs_per_second: float
     prefetch_hits: int
     prefetch_misses: int
     read_stall_seconds: float
     write_stall_seconds: float
+    lock_wait_seconds: float
+    window_tokens: int
+    window_changes: Sequence[tuple[int, int]]
     l0_bytes: int
     peak_l0_bytes: int
     l1_io_mode: str | None
@@ -76,18 +94,25 @@ class CacheStats:
         return self.prefetch_hits / loads if loads else None
 
     def __str__(self) -> str:
-        rows = [f"{'tier':<5}{'tokens':>10}{'blocks':>9}{'held':>12}{'capacity':>12}{'written':>12}{'read':>12}"]
+        rows = [
+            f"{'tier':<5}{'tokens':>10}{'blocks':>9}{'held':>12}{'capacity':>12}{'written':>12}{'read':>12}{'hits':>11}"
+        ]
         for name, tier in self.tiers.items():
             capacity = "-" if tier.capacity_bytes is None else format_bytes(tier.capacity_bytes)
             rows.append(
                 f"{name:<5}{tier.tokens:>10,.0f}{tier.blocks:>9,}{format_bytes(tier.bytes):>12}{capacity:>12}"
-                f"{format_bytes(tier.bytes_written):>12}{format_bytes(tier.bytes_read):>12}"
+                f"{format_bytes(tier.bytes_written):>12}{format_bytes(tier.bytes_read):>12}{tier.hits:>11,}"
             )
         rate = self.prefetch_hit_rate
         rows.append(
             f"{self.sequence_tokens:,} tokens; peak L0 {format_bytes(self.peak_l0_bytes)}; "
             f"prefetch hits {'-' if rate is None else f'{rate:.1%}'}; "
             f"stalls {self.read_stall_seconds:.2f} s reading, {self.write_stall_seconds:.2f} s writing"
+        )
+        rows.append(
+            f"windows of {self.window_tokens:,} tokens; {self.blocks_demoted:,} blocks sank, "
+            f"{self.blocks_promoted:,} rose; swaps in the last 10 s: {self.swap_ins_per_second:.0f} in, "
+            f"{self.swap_outs_per_second:.0f} out per second; {self.lock_wait_seconds:.2f} s waiting for locks"
         )
         rows.append("(tokens per layer; blocks and bytes over all layers; L0's traffic is with the host)")
         return "\n".join(rows)
@@ -102,6 +127,27 @@ def format_bytes(size: float) -> str:
     return f"{size:.1f} TiB"
 
 
+class _Rate:
+    """How often something happened per second, lately. Not locked."""
+
+    def __init__(self) -> None:
+        self._per_second: Counter[int] = Counter()
+
+    def add(self, amount: int) -> None:
+        now = int(time.monotonic())
+        if now not in self._per_second:
+            self._forget_before(now - _RATE_SECONDS)
+        self._per_second[now] += amount
+
+    def value(self) -> float:
+        self._forget_before(int(time.monotonic()) - _RATE_SECONDS)
+        return self._per_second.total() / _RATE_SECONDS
+
+    def _forget_before(self, second: int) -> None:
+        for old in [known for known in self._per_second if known < second]:
+            del self._per_second[old]
+
+
 class Metrics:
     """The counters behind `CacheStats`; every method may be called from any thread."""
 
@@ -109,6 +155,8 @@ class Metrics:
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._stall_seconds = {"read": 0.0, "write": 0.0}
+        self._lock_wait_seconds = 0.0
+        self._rates = {"blocks_loaded": _Rate(), "blocks_sealed": _Rate()}
         self._l0_bytes = 0
         self._peak_l0_bytes = 0
 
@@ -116,6 +164,9 @@ class Metrics:
         """Add to counters by name, e.g. `count(prefetch_hits=3)`."""
         with self._lock:
             self._counts.update(amounts)
+            for name, rate in self._rates.items():
+                if name in amounts:
+                    rate.add(amounts[name])
 
     def allocated_l0(self, delta_bytes: int) -> None:
         """Account accelerator memory: positive when allocated, negative when given back."""
@@ -133,8 +184,28 @@ class Metrics:
             with self._lock:
                 self._stall_seconds[direction] += time.perf_counter() - started
 
+    def waited_for_lock(self, seconds: float) -> None:
+        """Count a wait for another thread."""
+        with self._lock:
+            self._lock_wait_seconds += seconds
+
+    @contextmanager
+    def lock_wait(self) -> Iterator[None]:
+        """Time a wait for another thread."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.waited_for_lock(time.perf_counter() - started)
+
     def snapshot(
-        self, *, sequence_tokens: int, tiers: Mapping[str, TierStats], l1_io_mode: str | None
+        self,
+        *,
+        sequence_tokens: int,
+        window_tokens: int,
+        window_changes: Sequence[tuple[int, int]],
+        tiers: Mapping[str, TierStats],
+        l1_io_mode: str | None,
     ) -> CacheStats:
         """Join the counters with what only the manager knows."""
         with self._lock:
@@ -143,10 +214,16 @@ class Metrics:
                 tiers=tiers,
                 blocks_sealed=self._counts["blocks_sealed"],
                 blocks_demoted=self._counts["blocks_demoted"],
+                blocks_promoted=self._counts["blocks_promoted"],
+                swap_ins_per_second=self._rates["blocks_loaded"].value(),
+                swap_outs_per_second=self._rates["blocks_sealed"].value(),
                 prefetch_hits=self._counts["prefetch_hits"],
                 prefetch_misses=self._counts["prefetch_misses"],
                 read_stall_seconds=self._stall_seconds["read"],
                 write_stall_seconds=self._stall_seconds["write"],
+                lock_wait_seconds=self._lock_wait_seconds,
+                window_tokens=window_tokens,
+                window_changes=window_changes,
                 l0_bytes=self._l0_bytes,
                 peak_l0_bytes=self._peak_l0_bytes,
                 l1_io_mode=l1_io_mode,

@@ -9,68 +9,119 @@ crop     drop tokens from the end; a block that is cut goes back to the window
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+import logging
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from .config import TieredCacheConfig
-from .errors import ConfigError
+from .errors import ConfigError, TierError
 from .lane import Lane
 from .layers import LayerState
 from .online_attention import OnlineAttention
-from .prefetch import LayerOrder, Prefetcher
+from .prefetch import Prefetcher
+from .requests import Request, RequestBook
 from .residency import Residency
 from .resources import Resources
-from .stream import BlockStream
+from .seats import Seat
+from .window import Geometry
+from .windows import Windows
+
+logger = logging.getLogger(__name__)
 
 Positions = np.ndarray[Any, np.dtype[np.int64]]
 
 
-@dataclass
-class Request:
-    """One sequence, or a batch of sequences of one length.
-
-    Args:
-        request_id: the user's name for it.
-        namespace: what its blocks are called in the tiers.
-        expected_tokens: length that its buffers are made for.
-    """
-
-    request_id: Hashable
-    namespace: str
-    expected_tokens: int
-    layers: dict[int, LayerState] = field(default_factory=dict)
-    layers_made: Counter[int] = field(default_factory=Counter)
-    order: LayerOrder = field(default_factory=LayerOrder)
-
-    def block_namespace(self, layer_idx: int) -> str:
-        """A namespace for the blocks of a new layer, in which this layer never sealed any before: names of blocks
-        that a reset dropped may still be in use."""
-        made = self.layers_made[layer_idx]
-        self.layers_made[layer_idx] += 1
-        return self.namespace if made == 0 else f"{self.namespace}.{made}"
-
-
 class DataPaths:
-    """Moves tokens of layers; see the module. One thread at a time.
+    """Moves tokens of layers; see the module. Any number of threads, each with the lock of the layer's request.
 
     Args:
         resources: engines, tiers, prefetch; opened by the first seal.
     """
 
-    def __init__(self, resources: Resources) -> None:
+    def __init__(self, resources: Resources, book: RequestBook, windows: Windows) -> None:
         self._resources = resources
+        self._book = book
+        self._windows = windows
         self._config: TieredCacheConfig = resources.config
+
+    def new_layer(self, request: Request, layer_idx: int, geometry: Geometry, device: torch.device) -> LayerState:
+        """Give a request a layer without tokens."""
+        engine, namespace = self._resources.engine(device), request.block_namespace(layer_idx)
+        layer = LayerState.empty(layer_idx, namespace, engine, geometry, self._config, self._windows.tokens)
+        request.layers[layer_idx] = layer
+        self._windows.add(layer, request.namespace)
+        return layer
+
+    def begin(self, request: Request, layer_idx: int) -> None:
+        """A layer of a request is about to be used. With its first, a step begins.
+
+        Raises:
+            TierError: windows must shrink, and storage failed; what was not sealed is still in the window.
+        """
+        if request.order.observe(layer_idx):
+            if self._resources.residency is not None:
+                self._resources.residency.step()
+                assert self._resources.write_back is not None
+                self._resources.write_back.balance_soon()
+            if self._windows.automatic:
+                self._windows.step()
+                self._shrink_windows(request)
+
+    def adapt(self, layer: LayerState) -> None:
+        """Give an automatic window its size of now. A smaller one seals what it has too many; a larger one takes
+        the newest block back, one at a time, so that no step waits long for it.
+
+        Raises:
+            TierError: storage failed; the layer holds all of its tokens.
+        """
+        if not self._windows.automatic:
+            return
+        window, tokens = layer.window, self._windows.tokens
+        if window.window_tokens != tokens:
+            layer.growing = tokens > window.window_tokens
+            window.resize(tokens)
+        if layer.growing:
+            layer.growing = bool(layer.table) and window.takes_block_back
+            if layer.growing:
+                self._take_block_back(layer)
+        elif window.has_block_to_seal:
+            self._seal_surplus(layer)
+            window.release_surplus()
+
+    def _shrink_windows(self, request: Request) -> None:
+        """Shrink windows that are too large: this request's, and those of others that nobody is working on."""
+        self._shrink_windows_of(request)
+        for other in self._book.all():
+            if other is not request and other.lock.acquire(blocking=False):
+                try:
+                    if self._book.is_at_rest(other):
+                        self._shrink_windows_of(other)
+                except TierError as error:
+                    logger.warning("a window of %r could not shrink: %s", other.request_id, error)
+                finally:
+                    other.lock.release()
+
+    def _shrink_windows_of(self, request: Request) -> None:
+        for layer in request.layers.values():
+            if layer.window.window_tokens > self._windows.tokens:
+                self.adapt(layer)
+
+    def _take_block_back(self, layer: LayerState) -> None:
+        last = len(layer.table) - 1
+        self._residency.touch(layer.table.slots[last:])
+        with self._prefetcher.apart(layer, self._lane(layer), [last]) as (keys, values):
+            layer.window.prepend_block(keys, values)
+        self._residency.truncate(layer.table, last)
 
     def append(self, layer: LayerState, key: torch.Tensor, value: torch.Tensor) -> None:
         """Add tokens `[B, H, T, D]` to the window, in pieces that it has room for, and seal what it has too many.
 
         Whenever this raises, what was added so far is in window and table, complete and in order.
         """
+        self.adapt(layer)
         done, total = 0, key.shape[2]
         while done < total:
             piece = slice(done, done + min(layer.window.room(), total - done))
@@ -86,6 +137,16 @@ class DataPaths:
         """Move the window's oldest block into the table and on its way to storage."""
         self._lane(layer).seal_oldest(layer.window, layer.table, layer.block_tokens)
 
+    def evict(self, layer: LayerState) -> int:
+        """Seal every full block of the window; returns how many. What is sealed when this raises stays so."""
+        sealed = 0
+        while layer.window.held_tokens >= layer.block_tokens:
+            self.seal(layer)
+            sealed += 1
+        layer.window.shrink()
+        layer.growing = False
+        return sealed
+
     def gather(
         self, request: Request, layer: LayerState, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -93,11 +154,13 @@ class DataPaths:
 
         While this waits for the sealed blocks, those of the next layers are being loaded already.
         """
+        self.adapt(layer)
         if not layer.table and layer.window.fits(key.shape[2]):
             layer.window.append(key, value)
             return layer.window.views()
         layer.streamed = False
         lane = self._lane(layer)
+        self._residency.touch(layer.table.slots)
         old_tokens, tokens = layer.tokens, layer.tokens + key.shape[2]
         load = self._prefetcher.begin(layer, lane, request.namespace, self._buffer_tokens(request, tokens))
         try:
@@ -120,6 +183,7 @@ class DataPaths:
         key: torch.Tensor,
         value: torch.Tensor,
         attention: OnlineAttention,
+        seat: Seat,
     ) -> None:
         """Feed an attention with all K and V of a layer, the new tokens' included, and append those.
 
@@ -129,6 +193,7 @@ class DataPaths:
         When this raises while blocks are read, the layer is as before.
         """
         layer.streamed = True
+        self.adapt(layer)
         new_tokens, tokens = key.shape[2], layer.tokens
         self._seal_surplus(layer)  # what storage refused before; there is no room otherwise
         if new_tokens == 1:  # there is room for one in any window: a part less to attend to
@@ -139,7 +204,9 @@ class DataPaths:
             for window_keys, window_values, start in layer.window.parts(layer.sealed_tokens):
                 attention.add(window_keys, window_values, start)
             if layer.table:
-                for part in self._stream(layer).read(layer, lambda after: self._streamed_after(request, after)):
+                self._residency.touch(layer.table.slots)
+                stream = self._resources.block_stream(layer.window.device, seat)
+                for part in stream.read(layer, lambda after: self._streamed_after(request, after)):
                     start = layer.sink_tokens + part.first_block * layer.block_tokens
                     attention.add_blocks(part.keys, part.values, start, part.rows)
         except BaseException:
@@ -159,7 +226,9 @@ class DataPaths:
         device = layer.window.device
         to_window, to_sealed = (torch.from_numpy(np.flatnonzero(mask)).to(device) for mask in (~sealed, sealed))
         lane = self._lane(layer)
-        with self._prefetcher.blocks(layer, lane, blocks_of(layer, positions)) as (keys, values, place):
+        wanted = blocks_of(layer, positions)
+        self._residency.touch(layer.table.slots[wanted])
+        with self._prefetcher.blocks(layer, lane, wanted) as (keys, values, place):
             offsets = torch.from_numpy(place(positions[sealed] - layer.sink_tokens)).to(device)
             results = []
             for stored, held in zip((keys, values), from_window, strict=True):
@@ -180,25 +249,32 @@ class DataPaths:
         # Read before anything is dropped, so that a failure leaves the layer as it was.
         border = self.fetch(layer, np.arange(first, first + border_tokens))
         layer.window.crop(layer.window.held_tokens)
-        self._residency.release(layer.table.truncate(keep_blocks))
+        self._residency.truncate(layer.table, keep_blocks)
         if border_tokens:
             layer.window.append(*border)
         layer.window.crop(layer.tokens - keep_tokens)
 
-    def prefetch(self, request: Request, positions: Positions) -> int:
-        """Start loads of the blocks that hold these positions, for the layers that come next."""
+    def prefetch(self, request: Request, positions: Positions | None) -> int:
+        """Start loads of the blocks that hold these positions, or that are likely to be read, for the layers that
+        come next."""
         last = request.order.last
         if last is None:
             return 0
         newest = request.layers.get(last)
         if newest is not None and newest.streamed and newest.table:
-            return int(self._stream(newest).look_ahead(newest, lambda after: self._streamed_after(request, after)))
+            return int(self._look_ahead(request, newest))
         following = (request.layers.get(layer_idx) for layer_idx in request.order.following(last, request.layers))
         return sum(
-            self._start_load(request, layer, blocks_of(layer, positions))
+            self._start_load(
+                request, layer, self._likely_blocks(layer) if positions is None else blocks_of(layer, positions)
+            )
             for layer in following
             if layer is not None
         )
+
+    def _likely_blocks(self, layer: LayerState) -> list[int]:
+        probability = self._residency.access_probability(layer.table.slots) if layer.table else np.empty(0)
+        return [int(block) for block in np.flatnonzero(probability >= self._config.prefetch_threshold)]
 
     def select_rows(self, layer: LayerState, rows: Positions) -> None:
         """Let batch row `i` be what row `rows[i]` was."""
@@ -212,16 +288,16 @@ class DataPaths:
         """Give a request a layer with the same tokens: shared blocks, and a window of its own."""
         if layer.table:
             self._residency.retain(layer.table.blocks)
-        request.layers[layer_idx] = layer.fork(request.block_namespace(layer_idx), layer_idx)
+        twin = layer.fork(request.block_namespace(layer_idx), layer_idx)
+        request.layers[layer_idx] = twin
+        self._windows.add(twin, request.namespace)
 
     def forget(self, layer: LayerState) -> None:
         """Give up all that a layer holds."""
-        if self._resources.prefetcher is not None:
-            self._resources.prefetcher.discard(layer)
-        for stream in self._resources.streams.values():
-            stream.discard(layer)
-        if layer.table:
-            self._residency.release(layer.table.truncate(0))
+        self._windows.remove(layer)
+        self._resources.forget(layer)
+        if self._resources.residency is not None:
+            self._resources.residency.forget(layer.table)
         layer.window.free()
 
     @property
@@ -234,8 +310,14 @@ class DataPaths:
         assert self._resources.prefetcher is not None, "a lane is open, so the prefetch is"
         return self._resources.prefetcher
 
-    def _stream(self, layer: LayerState) -> BlockStream:
-        return self._resources.block_stream(layer.window.device)
+    def _look_ahead(self, request: Request, layer: LayerState) -> bool:
+        device = layer.window.device
+        return self._resources.seats(device).try_own(
+            request,
+            lambda seat: self._resources.block_stream(device, seat).look_ahead(
+                layer, lambda after: self._streamed_after(request, after)
+            ),
+        )
 
     def _streamed_after(self, request: Request, layer: LayerState) -> Iterator[LayerState]:
         """The layers that come after one and are read part by part through the same buffers."""
@@ -259,11 +341,10 @@ class DataPaths:
             following = request.layers.get(layer_idx)
             if following is None or not following.table or (following is layer and not with_itself):
                 continue
-            if following.streamed:
+            if following.streamed or self._prefetcher.is_loading(following):
                 continue
-            if not self._prefetcher.has_room(self._lane(following), request.namespace):
+            if not self._start_load(request, following, range(len(following.table))):
                 return
-            self._start_load(request, following, range(len(following.table)))
 
     def _start_load(self, request: Request, layer: LayerState, block_indices: Sequence[int]) -> bool:
         if not block_indices:
@@ -299,9 +380,3 @@ def as_positions(positions: torch.Tensor | Sequence[int], tokens: int) -> Positi
     if array.size and (array.min() < 0 or array.max() >= tokens):
         raise ConfigError(f"positions must lie in [0, {tokens}); got {array.min()} to {array.max()}")
     return array.astype(np.int64)
-
-
-def layers_of(requests: Sequence[Request]) -> Iterator[LayerState]:
-    """All layers of all requests."""
-    for request in requests:
-        yield from request.layers.values()

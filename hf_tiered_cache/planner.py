@@ -21,12 +21,14 @@ class StreamingL0:
 
     Args:
         window_bytes: sink and window of all layers.
+        resident_bytes: blocks that stay beside them.
         buffer_bytes: the buffers through which blocks stream.
         packing_bytes: blocks on their way out.
         attention_bytes: queries, results and temporary tensors of the attention of one layer.
     """
 
     window_bytes: int
+    resident_bytes: int
     buffer_bytes: int
     packing_bytes: int
     attention_bytes: int
@@ -34,11 +36,14 @@ class StreamingL0:
     @property
     def total_bytes(self) -> int:
         """The most that is held at a time."""
-        return self.window_bytes + self.buffer_bytes + self.packing_bytes + self.attention_bytes
+        return (
+            self.window_bytes + self.resident_bytes + self.buffer_bytes + self.packing_bytes + self.attention_bytes
+        )
 
     def __str__(self) -> str:
         return (
             f"{format_bytes(self.total_bytes)}: windows {format_bytes(self.window_bytes)}, "
+            f"resident blocks {format_bytes(self.resident_bytes)}, "
             f"stream buffers {format_bytes(self.buffer_bytes)}, packing {format_bytes(self.packing_bytes)}, "
             f"attention {format_bytes(self.attention_bytes)}"
         )
@@ -69,7 +74,7 @@ def plan_streaming(
     dim = getattr(text, "head_dim", None) or text.hidden_size // heads
     geometry = Geometry(batch_size, kv_heads, dim, kv_heads, dim, dtype or text.dtype or torch.float32)
     layers = sum(type(layer) is DynamicLayer for layer in DynamicCache(config=config).layers)
-    held = cache_config.sink_tokens + ring_tokens(cache_config.window_tokens, cache_config.block_tokens)
+    held = cache_config.sink_tokens + ring_tokens(cache_config.window_floor_tokens, cache_config.block_tokens)
     block_bytes = geometry.layout(cache_config.block_tokens).nbytes
     one_buffer = max(cache_config.stream_buffer_bytes, block_bytes)
     softcap = getattr(text, "attn_logit_softcapping", None) is not None
@@ -77,6 +82,7 @@ def plan_streaming(
     attention = _attention_bytes(geometry, heads, query_tokens, part_tokens, one_buffer, softcap)
     return StreamingL0(
         window_bytes=layers * geometry.nbytes(held),
+        resident_bytes=cache_config.resident_bytes,
         buffer_bytes=cache_config.stream_buffers * one_buffer,
         packing_bytes=SLOTS_PER_RING * block_bytes,
         # A window that grows is there twice for a moment, when no attention is being computed.

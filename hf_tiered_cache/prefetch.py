@@ -8,7 +8,7 @@ Which layers come after l is learnt from the order of updates, across the end of
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,8 +18,10 @@ import numpy as np
 import torch
 
 from .blocks import Block, BlockLayout, as_bits
-from .lane import Lane, LoadBuffer
+from .buffers import LoadBuffer
+from .lane import Lane
 from .layers import LayerState
+from .locks import TimedLock
 from .metrics import Metrics
 from .residency import Residency
 from .transfer.engine import Event
@@ -28,35 +30,9 @@ logger = logging.getLogger(__name__)
 
 # Reads of this size keep a drive busy; smaller blocks are read several at a time.
 _READ_BYTES = 8 << 20
-
-
-class LayerOrder:
-    """The order in which a model updates its layers, as observed; layers may be skipped, and the last leads
-    to the first. Until a layer's successor was seen, it is taken to be the next higher layer."""
-
-    def __init__(self) -> None:
-        self._successor: dict[int, int] = {}
-        self.last: int | None = None
-
-    def observe(self, layer_idx: int) -> None:
-        """This layer is being updated."""
-        if self.last is not None:
-            self._successor[self.last] = layer_idx
-        self.last = layer_idx
-
-    def following(self, layer_idx: int, known: Iterable[int]) -> Iterator[int]:
-        """The layers that come next, the nearest first, up to `layer_idx` itself."""
-        ascending = sorted({*known, layer_idx})
-        seen: set[int] = set()
-        current = layer_idx
-        while current not in seen:
-            seen.add(current)
-            guess = next((other for other in ascending if other > current), ascending[0])
-            current = self._successor.get(current, guess)
-            if current not in seen:
-                yield current
-        if current == layer_idx:
-            yield layer_idx
+# A request is idle when so many layers of others were updated since one of its own was.
+_IDLE_UPDATES = 8
+_REMEMBERED_REQUESTS = 256
 
 
 @dataclass(frozen=True)
@@ -91,26 +67,27 @@ class Load:
 
 
 class Prefetcher:
-    """Owns the loads of all layers; used by one thread at a time.
+    """Owns the loads of all layers. A load that is not in `_loads` any more belongs to the thread that took it.
+
+    Every method may be called from any thread; those that take a layer, by the one that works on its request.
 
     Args:
         residency: where blocks are read.
-        metrics: counts hits, misses and stalls.
+        metrics: counts hits, misses, stalls and waits.
     """
 
     def __init__(self, residency: Residency, metrics: Metrics) -> None:
         self._residency = residency
         self._metrics = metrics
+        self._lock = TimedLock(metrics)
         self._loads: dict[LayerState, Load] = {}
-
-    def has_room(self, lane: Lane, owner: str) -> bool:
-        """Whether `start` would find a buffer for a request."""
-        return bool(lane.free_buffers) or self._last_load(lane, besides=owner) is not None
+        self._updates = 0
+        self._last_update: dict[str, int] = {}
 
     def start(self, layer: LayerState, lane: Lane, owner: str, block_indices: Sequence[int], tokens: int) -> bool:
         """Begin to load blocks of a layer ahead of time, unless a load of it is under way or there is no buffer.
 
-        Loads of other requests give way: what they looked ahead for may be long in coming.
+        Loads of requests that have more of them, or that are not being used, give way.
 
         Args:
             layer, lane: the layer, and its device's lane.
@@ -118,20 +95,24 @@ class Prefetcher:
             block_indices: ascending.
             tokens: room that the buffer should have; more is made when it turns out to be needed.
         """
-        if layer in self._loads or not block_indices or not self.has_room(lane, owner):
+        if layer in self._loads or not block_indices:
             return False
-        if not lane.free_buffers:
-            rival = self._last_load(lane, besides=owner)
-            assert rival is not None
-            self.discard(rival)
+        buffer = lane.buffers.take() or self._take_over(lane, self._rival(lane, owner))
+        if buffer is None:
+            return False
         try:
-            load = self._new_load(layer, lane, owner, tokens)
+            load = self._load_into(buffer, layer, lane, owner, tokens)
         except torch.OutOfMemoryError:
             logger.debug("no memory to load layer %d ahead of time", layer.layer_idx)
             return False
         self._submit(load, block_indices)
-        self._loads[layer] = load
+        with self._lock:
+            self._loads[layer] = load
         return True
+
+    def is_loading(self, layer: LayerState) -> bool:
+        """Whether a load of this layer was started ahead of time."""
+        return layer in self._loads
 
     def begin(self, layer: LayerState, lane: Lane, owner: str, tokens: int) -> Load:
         """Make sure that all sealed blocks of a layer are being loaded; the caller passes the load to `finish`.
@@ -139,18 +120,20 @@ class Prefetcher:
         What was started before counts as prefetched. If every buffer is taken by loads for other layers, one
         of them gives way.
         """
-        lane.release_used()
+        lane.buffers.enter()
+        with self._lock:
+            self._updates += 1
+            self._last_update.pop(owner, None)
+            self._last_update[owner] = self._updates
+            if len(self._last_update) > _REMEMBERED_REQUESTS:
+                del self._last_update[next(iter(self._last_update))]  # the one that is idle for longest
         blocks = layer.table.blocks
         load = self._take(layer)
         if load is not None and load.capacity_tokens < layer.sink_tokens + layer.sealed_tokens:
             self.cancel(load)
             load = None
         if load is None:
-            if not lane.free_buffers:
-                rival = self._last_load(lane, besides=owner) or self._last_load(lane)
-                assert rival is not None, "buffers are free, in use, or of a load"
-                self.discard(rival)
-            load = self._new_load(layer, lane, owner, tokens)
+            load = self._load_into(self._some_buffer(lane, owner), layer, lane, owner, tokens)
         # A crop, or a seal since, may have changed blocks after the load began.
         missing = [index for index, block in enumerate(blocks) if load.loaded.get(index) is not block]
         self._metrics.count(prefetch_misses=len(missing), prefetch_hits=len(blocks) - len(missing))
@@ -173,7 +156,7 @@ class Prefetcher:
             self.cancel(load)
             raise
         self._residency.release(load.referenced)
-        load.lane.use(load.buffer)
+        load.lane.buffers.use(load.buffer)
         return load.keys[:, :, :tokens], load.values[:, :, :tokens]
 
     @contextmanager
@@ -189,7 +172,7 @@ class Prefetcher:
         Raises:
             TierReadError: a block could not be read.
         """
-        lane.release_used()
+        lane.buffers.enter()
         load = self._take(layer)
         if load is not None and all(load.loaded.get(i) is layer.table.blocks[i] for i in block_indices):
             self._metrics.count(prefetch_hits=len(block_indices))
@@ -197,54 +180,72 @@ class Prefetcher:
             try:
                 yield keys, values, lambda offsets: offsets + layer.sink_tokens
             finally:
-                lane.release_used()
+                lane.buffers.leave()
             return
+        lane.buffers.leave()
         if load is not None:
             self.cancel(load)
         self._metrics.count(prefetch_misses=len(block_indices))
-        with self._side_by_side(layer, lane, block_indices) as (keys, values):
+        with self.apart(layer, lane, block_indices) as (keys, values):
             yield keys, values, lambda offsets: _compact(offsets, block_indices, layer.block_tokens)
 
     def discard(self, layer: LayerState) -> None:
         """Forget the load of a layer, if there is one: its rows are changing or it goes away."""
-        load = self._loads.pop(layer, None)
+        with self._lock:
+            load = self._loads.pop(layer, None)
         if load is not None:
             self.cancel(load)
 
     @contextmanager
-    def _side_by_side(
+    def apart(
         self, layer: LayerState, lane: Lane, block_indices: Sequence[int]
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Read blocks into a buffer of their own that lives as long as the context."""
-        buffer = lane.empty_buffer()
-        load = self._load_into(buffer, layer, lane, "", len(block_indices) * layer.block_tokens)
+        """Some blocks of a layer side by side, K and V `[B, H, tokens, D]`, read into a buffer of their own that
+        lives as long as the context. Blocks. Other loads are left alone.
+
+        Raises:
+            TierReadError: a block could not be read.
+        """
+        buffer = LoadBuffer.empty(lane.engine)
+        tokens = len(block_indices) * layer.block_tokens
+        load = self._load_into(buffer, layer, lane, "", tokens)
         starts = [position * layer.block_tokens for position in range(len(block_indices))]
         self._submit(load, block_indices, starts)
         try:
             load.lane.wait(load.tasks)
-            yield load.keys, load.values
+            yield load.keys[:, :, :tokens], load.values[:, :, :tokens]
         finally:
             self._residency.release(load.referenced)
             lane.engine.free(buffer.storage)
 
     def _take(self, layer: LayerState) -> Load | None:
         """The load of a layer that was started ahead of time, unless rows have changed since."""
-        load = self._loads.pop(layer, None)
+        with self._lock:
+            load = self._loads.pop(layer, None)
         if load is not None and load.rows_version != layer.table.rows_version:
             self.cancel(load)
             return None
         return load
 
-    def _new_load(self, layer: LayerState, lane: Lane, owner: str, tokens: int) -> Load:
-        buffer = lane.free_buffers.pop()
-        try:
-            return self._load_into(buffer, layer, lane, owner, tokens)
-        except BaseException:  # out of memory, say
-            lane.free_buffers.append(buffer)
-            raise
+    def _some_buffer(self, lane: Lane, owner: str) -> LoadBuffer:
+        """A buffer for what attention waits for: it may cost anybody a load that looks ahead."""
+        buffer = lane.buffers.take() or self._take_over(lane, self._rival(lane, owner, at_any_cost=True))
+        if buffer is None:  # all are being read, or taken at this moment
+            buffer = lane.buffers.take(beyond=True)
+            assert buffer is not None
+        return buffer
 
     def _load_into(self, buffer: LoadBuffer, layer: LayerState, lane: Lane, owner: str, tokens: int) -> Load:
-        capacity_tokens = lane.fit(buffer, layer.geometry, tokens)
+        """A load without tasks; the buffer goes back when there is no memory.
+
+        Raises:
+            torch.OutOfMemoryError: that.
+        """
+        try:
+            capacity_tokens = buffer.fit(layer.geometry, tokens)
+        except BaseException:
+            lane.buffers.put_back(buffer)
+            raise
         keys, values = layer.geometry.carve(buffer.storage, capacity_tokens)
         return Load(layer, lane, owner, buffer, capacity_tokens, layer.table.rows_version, keys, values)
 
@@ -253,10 +254,11 @@ class Prefetcher:
         filled = slice(0, load.layer.sink_tokens + load.layer.sealed_tokens)
         old_keys, old_values = load.keys, load.values
         old_storage, load.buffer.storage = load.buffer.storage, load.lane.engine.allocate(0)
-        load.capacity_tokens = load.lane.fit(load.buffer, load.layer.geometry, tokens)
+        load.capacity_tokens = load.buffer.fit(load.layer.geometry, tokens)
         load.keys, load.values = load.layer.geometry.carve(load.buffer.storage, load.capacity_tokens)
         load.keys[:, :, filled].copy_(old_keys[:, :, filled])
         load.values[:, :, filled].copy_(old_values[:, :, filled])
+        load.buffer.released = load.lane.engine.record_compute()
         load.lane.engine.free(old_storage)
 
     def _submit(self, load: Load, block_indices: Sequence[int], starts: Sequence[int] | None = None) -> None:
@@ -281,31 +283,67 @@ class Prefetcher:
                 if load.cancelled:
                     return None
                 blocks = run.blocks[first : first + step]
-                staged = layout.over(lane.loading.next(len(blocks) * layout.nbytes), len(blocks))
-                try:
-                    self._residency.read(blocks, as_bits(staged))
-                except BaseException:
-                    lane.loading.retire()
-                    raise
-                placement = _Placement(load, layout, run.rows, run.first_token + first * layout.block_tokens)
-                copied = lane.engine.copy_in(staged, placement, after=load.buffer.released)
-                lane.loading.busy_until(copied)
-                self._metrics.count(L0_written=len(blocks) * layout.nbytes)
+                with lane.resident.pieces(blocks) as pieces:
+                    for piece, resident in pieces:
+                        first_token = run.first_token + (first + piece.start) * layout.block_tokens
+                        placement = _Placement(load, layout, run.rows, first_token)
+                        if resident is not None:
+                            lane.engine.copies_in_wait(resident.ready)
+                            source = layout.over(resident.data, 1)
+                            lane.engine.copy_in(source, placement, after=load.buffer.released)
+                        else:
+                            self._read_and_place(lane, blocks[piece], placement, after=load.buffer.released)
+                self._metrics.count(L0_written=len(blocks) * layout.nbytes, blocks_loaded=len(blocks))
         # Not only of this load's copies: one that was cancelled may still be writing to the same buffer.
         return lane.engine.record_copy_in()
 
+    def _read_and_place(self, lane: Lane, blocks: Sequence[Block], placement: _Placement, after: Event) -> None:
+        layout = blocks[0].layout
+        staged = layout.over(lane.loading.next(len(blocks) * layout.nbytes), len(blocks))
+        try:
+            self._residency.read(blocks, as_bits(staged))
+        except BaseException:
+            lane.loading.retire()
+            raise
+        lane.resident.keep(blocks, staged)
+        lane.loading.busy_until(lane.engine.copy_in(staged, placement, after))
+
     def cancel(self, load: Load) -> None:
         """Nobody will `finish` this load."""
-        load.cancelled = True
+        self._retire(load)
         # The prefetch thread works in order: whatever it still does here comes before the buffer's next load.
-        load.lane.give_back(load.buffer)
+        load.lane.buffers.put_back(load.buffer)
+
+    def _retire(self, load: Load) -> None:
+        load.cancelled = True
         if load.tasks:
             load.tasks[-1].add_done_callback(lambda _: self._residency.release(load.referenced))
 
-    def _last_load(self, lane: Lane, besides: str | None = None) -> LayerState | None:
-        """The layer of this lane whose load began last, not counting those of one request."""
-        layers = [layer for layer, load in self._loads.items() if load.lane is lane and load.owner != besides]
-        return layers[-1] if layers else None
+    def _take_over(self, lane: Lane, rival: LayerState | None) -> LoadBuffer | None:
+        """The buffer of a load that gives way."""
+        with self._lock:
+            load = self._loads.pop(rival, None) if rival is not None else None
+        if load is None:
+            return None
+        self._retire(load)
+        return load.buffer
+
+    def _rival(self, lane: Lane, owner: str, at_any_cost: bool = False) -> LayerState | None:
+        """The layer whose load gives way to one of `owner`: the last that was begun, of a request that is idle, or
+        else of the one with most loads ahead, if that is fair."""
+        with self._lock:
+            ahead: dict[str, list[LayerState]] = {owner: []}
+            for layer, load in self._loads.items():
+                if load.lane is lane:
+                    ahead.setdefault(load.owner, []).append(layer)
+            own = ahead.pop(owner)
+            for other, layers in ahead.items():
+                if self._updates - self._last_update.get(other, 0) > _IDLE_UPDATES:
+                    return layers[-1]
+            richest = max(ahead.values(), key=len, default=[])
+            if len(richest) > len(own) + 1 or (at_any_cost and richest):
+                return richest[-1]
+            return own[-1] if at_any_cost and own else None
 
 
 @dataclass(frozen=True)

@@ -1,62 +1,76 @@
-"""Where sealed blocks are: the copies of each, and how they are read.
+"""Where sealed blocks are: the copies of each, how they are read, and what is known of their use.
 
-    seal ──▶ staging ──write-back──▶ L1 ──demotion──▶ L2
-                │                     │                │
-                └───────── read: the nearest copy ─────┘
+    seal ──▶ staging ──write-back──▶ host ◀──▶ L1 ◀──▶ L2      demotion ──▶  ◀── promotion
+                │                      │        │       │
+                └──────────── read: the nearest copy ───┘
 
-Every move makes the lower copy, waits until it is complete, flips the residency under the lock, and lets the upper
-copy go. So a block always has a complete copy, and a read that has begun keeps its copy alive by a pin.
+Every move makes the new copy, waits until it is complete, flips the residency under the lock, and lets the old
+copy go. So a block always has a complete copy, and a read that has begun keeps its copy alive by a pin. A
+promotion leaves the lower copy where it is: the upper one is *clean*, and sinks without being written again.
 """
 
 from __future__ import annotations
 
-import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 
-from .blocks import STAGING, Bits, Block, BlockCopy, BlockKey
+import numpy as np
+
+from .blocks import STAGING, Bits, Block, BlockCopy, BlockTable
 from .errors import TierError
-from .eviction import EvictionPolicy
+from .heat import Floats, HeatTable, Slots
+from .locks import timed_condition
 from .metrics import Metrics
+from .places import Places
 from .tiers import Tier, TierIO
 from .transfer.staging import StagingSlot
 from .transfer.worker import Worker
+
+# Blocks read from afar that a promotion chooses among.
+_REMEMBERED_MISSES = 1024
 
 
 class Residency:
     """Copies of blocks, in staging and in the tiers. Reads run on the caller's thread and block.
 
-    Methods that end in `_locked` are called with `changed` held.
+    Methods that end in `_locked` are called with `changed` held, and so are those of `heat` and `places`.
 
     Invariants:
         - a referenced block has at least one copy, so `read` can always load it;
-        - `copies` names a tier only while the tier can read the block.
+        - `copies` names a tier only while the tier can read the block, the nearest first.
 
     Args:
         tiers: from the nearest to the farthest.
-        policies: for each tier but the last, which blocks leave first; told of what comes and goes.
         metrics: counts bytes.
         background: deletes what nobody needs.
     """
 
-    def __init__(
-        self, tiers: Sequence[Tier], policies: Sequence[EvictionPolicy], metrics: Metrics, background: Worker
-    ) -> None:
+    def __init__(self, tiers: Sequence[Tier], metrics: Metrics, background: Worker) -> None:
         self.tiers = {tier.name: tier for tier in tiers}
-        self.policies = {tier.name: policy for tier, policy in zip(tiers, policies, strict=False)}
-        self.changed = threading.Condition()
+        self.heat = HeatTable()
+        self.places = Places([tier.name for tier in tiers])
+        self.changed = timed_condition(metrics)
         self.delete_failure: TierError | None = None
+        self._nearness = {place: rank for rank, place in enumerate((STAGING, *self.tiers))}
+        self._groups: dict[tuple[str, int], int] = {}
+        self._missed: deque[int] = deque(maxlen=_REMEMBERED_MISSES)
+        self._reading = 0
         self._metrics = metrics
         self._background = background
-        self._resident: dict[BlockKey, Block] = {}
         self._held_by_reads: Counter[str] = Counter()
-        self._garbage: list[tuple[Tier, BlockKey]] = []
+        self._garbage: list[tuple[Tier, Block]] = []
 
-    def add_locked(self, block: Block, slot: StagingSlot) -> None:
+    # -- blocks and who needs them --------------------------------------------------------------------------------
+
+    def add_locked(self, block: Block, staged: StagingSlot) -> None:
         """A new block, with its caller's reference, and its first copy."""
-        block.copies[STAGING] = BlockCopy(slot)
-        self._resident[block.key] = block
+        group = self._groups.get(block.key[:2])
+        if group is None:
+            group = self._groups[block.key[:2]] = self.heat.new_group()
+        block.slot = self.heat.add(group, block.key.block_idx)
+        block.copies[STAGING] = BlockCopy(staged)
+        self.places.enter(block)
 
     def retain(self, blocks: Iterable[Block]) -> None:
         """Count one more reference to each block."""
@@ -67,48 +81,120 @@ class Residency:
     def release(self, blocks: Iterable[Block]) -> None:
         """Count one reference less; what nobody references any more is deleted in the background."""
         with self.changed:
+            unneeded = []
             for block in blocks:
                 block.references -= 1
                 if block.references == 0:
-                    for place in list(block.copies):
-                        self.remove_copy_locked(block, place)
-                    del self._resident[block.key]
+                    unneeded.append(block)
+            for block in unneeded:
+                if block.resident is not None:
+                    block.resident.pool.forget_locked(block)
+                for place in list(block.copies):
+                    self.remove_copy_locked(block, place)
+                self.places.leave(block)
+            self.heat.remove(np.array([block.slot for block in unneeded], np.int64))
+            for block in unneeded:
+                block.slot = -1
         self._collect_soon()
 
-    def read(self, blocks: Sequence[Block], target: Bits) -> None:
+    def truncate(self, table: BlockTable, keep_blocks: int) -> None:
+        """Let a layer have no more blocks than these."""
+        dropped = table.truncate(keep_blocks)
+        with self.changed:
+            group = self._groups.get((table.namespace, table.layer_idx))
+            if group is not None:
+                self.heat.truncate(group, keep_blocks)
+        self.release(dropped)
+
+    def forget(self, table: BlockTable) -> None:
+        """A layer with its blocks goes away."""
+        self.truncate(table, 0)
+        with self.changed:
+            group = self._groups.pop((table.namespace, table.layer_idx), None)
+            if group is not None:
+                self.heat.free_group(group)
+
+    # -- how they are used ----------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """A forward pass begins."""
+        with self.changed:
+            self.heat.tick()
+
+    def touch(self, slots: Slots) -> None:
+        """Attention reads the blocks of these slots."""
+        with self.changed:
+            self.heat.touch(slots)
+
+    def access_probability(self, slots: Slots) -> Floats:
+        """How likely each block is to be read in the next step, float32."""
+        with self.changed:
+            return self.heat.access_probability(slots)
+
+    def misses_locked(self) -> Slots:
+        """Slots of blocks that were read from another tier than the nearest since the last call; some of them may
+        live no longer."""
+        missed = np.unique(np.array(self._missed, np.int64))
+        self._missed.clear()
+        return missed
+
+    def wait_for_reads(self, seconds: float) -> None:
+        """Let reads go first; blocks for so long at most."""
+        with self.changed:
+            self.changed.wait_for(lambda: self._reading == 0, timeout=seconds)
+
+    # -- reading --------------------------------------------------------------------------------------------------
+
+    def read(self, blocks: Sequence[Block], target: Bits, wanted: bool = True) -> None:
         """Load blocks of one layout into host memory, each from its nearest copy; blocks.
 
         Args:
             blocks: each referenced by the caller.
             target: `[len(blocks), rows, row_elements]`; undefined when this raises.
+            wanted: whether attention wants them, and not just a move.
 
         Raises:
             TierReadError: a block could not be read.
         """
         with self.changed:
-            places = [next(iter(block.copies)) for block in blocks]  # in the order of the moves: nearest first
+            self._reading += wanted
+            places = [next(iter(block.copies)) for block in blocks]
             copies = [block.copies[place] for block, place in zip(blocks, places, strict=True)]
             for copy in copies:
                 copy.pins += 1
+            self.places.hold(blocks, 1)
+            if wanted:
+                self._count_hits_locked(blocks, places)
         try:
             self._read_pinned(blocks, places, copies, target)
         finally:
             with self.changed:
+                self._reading -= wanted
+                self.places.hold(blocks, -1)
                 for block, copy in zip(blocks, copies, strict=True):
                     self.unpin_locked(block, copy)
+                if self._reading == 0:
+                    self.changed.notify_all()
             self._collect_soon()
 
-    def find_locked(self, keys: Iterable[BlockKey]) -> list[Block]:
-        """The blocks of these names."""
-        return [self._resident[key] for key in keys]
+    def _count_hits_locked(self, blocks: Sequence[Block], places: Sequence[str]) -> None:
+        self._metrics.count(**{f"{place}_hits": count for place, count in Counter(places).items()})
+        nearest = next(iter(self.tiers))
+        self._missed.extend(
+            block.slot for block, place in zip(blocks, places, strict=True) if place not in (STAGING, nearest)
+        )
+
+    # -- copies come and go ---------------------------------------------------------------------------------------
 
     def arrive_locked(self, block: Block, tier: Tier) -> None:
         """The tier has stored the block."""
         block.copies[tier.name] = BlockCopy(tier)
-        if tier.name in self.policies:
-            self.policies[tier.name].admit(block.key)
         if block.references == 0:  # dropped while it was being written
             self.remove_copy_locked(block, tier.name)
+            return
+        if len(block.copies) > 1:
+            block.copies = dict(sorted(block.copies.items(), key=lambda item: self._nearness[item[0]]))
+        self.places.set(block, tier.name, there=True)
 
     def remove_copy_locked(self, block: Block, place: str) -> None:
         """Later reads take another copy; this one is dropped when the last read that holds it has ended."""
@@ -116,8 +202,9 @@ class Residency:
         if copy is None:
             return
         copy.doomed = True
-        if place in self.policies:
-            self.policies[place].forget(block.key)
+        if place != STAGING:
+            block.leaving.add(place)
+        self.places.set(block, place, there=False)
         if copy.pins == 0:
             self._drop_locked(block, copy)
         else:
@@ -142,15 +229,18 @@ class Residency:
         """
         with self.changed:
             garbage, self._garbage = self._garbage, []
-        failed = []
-        for tier, key in garbage:
+        failed, deleted = [], []
+        for tier, block in garbage:
             try:
-                tier.delete(key)
+                tier.delete(block.key)
+                deleted.append((tier, block))
             except TierError as error:
-                failed.append((tier, key))
+                failed.append((tier, block))
                 self.delete_failure = error
         with self.changed:
             self._garbage += failed
+            for tier, block in deleted:
+                block.leaving.discard(tier.name)
         return len(failed) < len(garbage)
 
     def _collect_soon(self) -> None:
@@ -162,7 +252,7 @@ class Residency:
         if isinstance(copy.origin, StagingSlot):
             copy.origin.pool.release(copy.origin)
         else:
-            self._garbage.append((copy.origin, block.key))
+            self._garbage.append((copy.origin, block))
 
     def _read_pinned(
         self, blocks: Sequence[Block], places: Sequence[str], copies: Sequence[BlockCopy], target: Bits

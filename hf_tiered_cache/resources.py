@@ -18,10 +18,17 @@ import torch
 from .config import TieredCacheConfig
 from .errors import TierError
 from .eviction import make_eviction_policy
+from .heat import HeatTable
+from .host_memory import available_bytes
 from .lane import Lane
-from .metrics import L0Account, Metrics
+from .layers import LayerState
+from .locks import TimedLock
+from .metrics import Metrics
+from .mover import Mover
 from .prefetch import Prefetcher
 from .residency import Residency
+from .resident import ResidentPool
+from .seats import Seat, Seats
 from .stream import BlockStream
 from .tiers import Tier, TierRegistry
 from .transfer.engine import CopyEngine
@@ -31,7 +38,8 @@ from .writeback import WriteBack
 
 logger = logging.getLogger(__name__)
 
-# Of what is free on L1's file system, when the user set no capacity.
+# Of what is free in host memory, and on L1's file system, when the user set no capacity.
+_DEFAULT_HOST_SHARE = 0.1
 _DEFAULT_DISK_SHARE = 0.8
 
 EngineFactory = Callable[[torch.device, Metrics], CopyEngine]
@@ -65,19 +73,23 @@ class Resources:
         self._background = Worker("write-back", BACKGROUND_NICENESS)
         self._engines: dict[torch.device, CopyEngine] = {}
         self._lanes: dict[torch.device, Lane] = {}
-        self._accounts: dict[torch.device, L0Account] = {}
-        self.streams: dict[torch.device, BlockStream] = {}
+        self._seats: dict[torch.device, Seats] = {}
+        self._opening = TimedLock(self.metrics, reentrant=True)
         self._directories: list[PrivateDirectory] = []
         self._tier_classes = {"L1": TierRegistry.get(config.l1_tier), "L2": TierRegistry.get(config.l2_tier)}
-        make_eviction_policy(config.eviction)
+        make_eviction_policy(config.eviction_policy, HeatTable(), config)
         self._l1_base = default_base() if config.l1_path is None else check_directory(config.l1_path, "l1_path")
         self._l2_base = check_directory(config.l2_directory, "l2_url") if config.l2_directory else None
 
     def engine(self, device: torch.device) -> CopyEngine:
         """The copy engine of a device."""
-        if device not in self._engines:
-            self._engines[device] = self._engine_factory(device, self.metrics)
-        return self._engines[device]
+        engine = self._engines.get(device)
+        if engine is None:
+            with self._opening:
+                if device not in self._engines:
+                    self._engines[device] = self._engine_factory(device, self.metrics)
+                engine = self._engines[device]
+        return engine
 
     def lane(self, device: torch.device) -> Lane:
         """The copy path of a device; opens the tiers the first time.
@@ -85,33 +97,60 @@ class Resources:
         Raises:
             TierError: a private directory cannot be made.
         """
-        if device not in self._lanes:
-            if self.write_back is None:
-                self.write_back = self._open_tiers()
-            self._lanes[device] = Lane(
-                self.engine(device),
-                self.write_back,
-                self.metrics,
-                gather_buffers=self.config.prefetch_layers + 1,
-                staging_blocks=self.config.staging_blocks,
-            )
-        return self._lanes[device]
+        lane = self._lanes.get(device)
+        if lane is None:
+            with self._opening:
+                if device not in self._lanes:
+                    self._lanes[device] = self._open_lane(device)
+                lane = self._lanes[device]
+        return lane
 
-    def block_stream(self, device: torch.device) -> BlockStream:
-        """The buffers through which a device's sealed blocks reach an attention that takes them part by part."""
-        if device not in self.streams:
+    @property
+    def resident_blocks(self) -> int:
+        """Blocks that stay on accelerators beside the windows."""
+        return sum(lane.resident.blocks for lane in list(self._lanes.values()))
+
+    def seats(self, device: torch.device) -> Seats:
+        """Where those attend who take blocks part by part."""
+        seats = self._seats.get(device)
+        if seats is None:
+            engine = self.engine(device)
+            with self._opening:
+                seats = self._seats.setdefault(device, Seats(engine, self.metrics, self.config.concurrent_streams))
+        return seats
+
+    def block_stream(self, device: torch.device, seat: Seat) -> BlockStream:
+        """The buffers of a seat, through which sealed blocks reach an attention that takes them part by part."""
+        if seat.stream is None:
             lane, config = self.lane(device), self.config
             assert self.residency is not None
-            self.streams[device] = BlockStream(
+            seat.stream = BlockStream(
                 lane, self.residency, self.metrics, config.stream_buffers, config.stream_buffer_bytes
             )
-        return self.streams[device]
+        return seat.stream
 
-    def account(self, device: torch.device) -> L0Account:
-        """The books, and the scratch memory, of computations on a device."""
-        if device not in self._accounts:
-            self._accounts[device] = L0Account(self.metrics)
-        return self._accounts[device]
+    def forget(self, layer: LayerState) -> None:
+        """A layer goes away: drop what is being loaded of it."""
+        if self.prefetcher is not None:
+            self.prefetcher.discard(layer)
+        for seats in list(self._seats.values()):
+            seats.forget(layer)
+
+    def _open_lane(self, device: torch.device) -> Lane:
+        if self.write_back is None:
+            self.write_back = self._open_tiers()
+        assert self.residency is not None
+        engine, config = self.engine(device), self.config
+        policy = make_eviction_policy(config.eviction_policy, self.residency.heat, config)
+        resident = ResidentPool(engine, self.residency, policy, self.metrics, config.resident_bytes)
+        return Lane(
+            engine,
+            self.write_back,
+            resident,
+            self.metrics,
+            prefetch_layers=config.prefetch_layers,
+            staging_blocks=config.staging_blocks,
+        )
 
     def _open_tiers(self) -> WriteBack:
         global _storage_pid
@@ -123,6 +162,11 @@ class Resources:
         _storage_pid = os.getpid()
         _open_resources.add(self)
         config = self.config
+        capacity = config.host_capacity_bytes
+        if capacity is None:
+            capacity = int(available_bytes() * _DEFAULT_HOST_SHARE)
+        if capacity:
+            self.tiers["host"] = TierRegistry.get("host")("host", None, capacity, config)
         if config.l1_capacity_bytes != 0:
             root = self._private_directory(self._l1_base)
             capacity = config.l1_capacity_bytes
@@ -133,10 +177,11 @@ class Resources:
             root = self._private_directory(self._l2_base)
             self.tiers["L2"] = self._tier_classes["L2"]("L2", root, None, config)
         tiers = list(self.tiers.values())
-        policies = [make_eviction_policy(config.eviction) for _ in tiers[:-1]]
-        self.residency = Residency(tiers, policies, self.metrics, self._background)
-        self.prefetcher = Prefetcher(self.residency, self.metrics)
-        return WriteBack(self.residency, self.metrics, self._background)
+        self.residency = residency = Residency(tiers, self.metrics, self._background)
+        policies = [make_eviction_policy(config.eviction_policy, residency.heat, config) for _ in tiers[:-1]]
+        self.prefetcher = Prefetcher(residency, self.metrics)
+        mover = Mover(residency, policies, config, self.metrics)
+        return WriteBack(residency, mover, self.metrics, self._background)
 
     def flush(self) -> None:
         """Wait until every block is in a tier and what nobody needs is deleted. Blocks.
@@ -145,7 +190,7 @@ class Resources:
             TierError: a block could not be stored.
         """
         if self.write_back is not None:
-            for lane in self._lanes.values():
+            for lane in list(self._lanes.values()):
                 lane.worker.submit(lambda: None).result()  # loads that were given up hold blocks until their turn
             self.write_back.flush()
 
@@ -168,10 +213,8 @@ class Resources:
             for tier in self.tiers.values():
                 closing.callback(tier.close)
             closing.callback(self._background.close)
-            for account in self._accounts.values():
-                closing.callback(account.close)
-            for stream in self.streams.values():
-                closing.callback(stream.close)
+            for seats in self._seats.values():
+                closing.callback(seats.close)
             for engine in self._engines.values():
                 closing.callback(engine.close)
             for lane in self._lanes.values():

@@ -14,7 +14,7 @@ import itertools
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -23,10 +23,12 @@ import numpy as np
 import torch
 
 from .blocks import Block, BlockLayout, as_bits
-from .lane import Lane, LoadBuffer
+from .buffers import LoadBuffer
+from .lane import Lane
 from .layers import LayerState
 from .metrics import Metrics
 from .residency import Residency
+from .resident import ResidentCopy
 from .transfer.engine import Event
 
 logger = logging.getLogger(__name__)
@@ -108,7 +110,7 @@ class BlockStream:
         self._residency = residency
         self._metrics = metrics
         self._buffer_bytes = buffer_bytes
-        self._buffers = [lane.empty_buffer() for _ in range(buffers)]
+        self._buffers = [LoadBuffer.empty(lane.engine) for _ in range(buffers)]
         self._free = deque(self._buffers)
         self._storage_lock = threading.Lock()  # of the buffers' `storage`, which the prefetch thread may give up
         self._queue: deque[_Load] = deque()
@@ -150,11 +152,16 @@ class BlockStream:
     def discard(self, layer: LayerState) -> None:
         """Forget what is being loaded, if a part of it is this layer's, which goes away."""
         if any(load.layer is layer for load in self._queue):
-            self._start_over()
+            self.start_over()
+
+    def start_over(self) -> None:
+        """Forget all loads under way."""
+        while self._queue:
+            self._cancel(self._queue.popleft())
 
     def close(self) -> None:
         """Give the memory up. The lane is closed: nothing is being loaded."""
-        self._start_over()
+        self.start_over()
         for buffer in self._buffers:
             self._lane.engine.free(buffer.storage)
         self._buffers.clear()
@@ -169,7 +176,7 @@ class BlockStream:
         foreseen = bool(self._queue) and self._queue[0].is_next(layer, first_block)
         if not foreseen:
             if not in_step:
-                self._start_over()
+                self.start_over()
             elif not self._free:
                 self._cancel(self._queue.pop())
             self._queue.appendleft(self._start(layer, first_block))
@@ -215,43 +222,65 @@ class BlockStream:
 
     def _fit(self, buffer: LoadBuffer, nbytes: int) -> None:
         if buffer.storage.numel() < nbytes:
-            self._lane.reallocate(buffer, nbytes)
+            buffer.reallocate(nbytes)
 
     def _run(self, load: _Load) -> Event | None:
         """On the prefetch thread: read from the tiers, straight into the buffer where the host may write to it."""
         if load.cancelled:
             return None
-        engine = self._lane.engine
         nbytes = len(load.blocks) * load.layout.nbytes
-        if engine.host_writes:
-            self._read_in_place(load)
-            event = None
-        else:
-            staged = self._lane.loading.next(nbytes)
-            try:
-                self._residency.read(load.blocks, as_bits(load.layout.over(staged, len(load.blocks))))
-            except BaseException:
-                self._lane.loading.retire()
-                raise
-            event = engine.copy_in_whole(staged, load.storage[:nbytes], after=load.after)
-            self._lane.loading.busy_until(event)
-        self._metrics.count(L0_written=nbytes)
+        with self._lane.resident.pieces(load.blocks) as pieces:
+            if self._lane.engine.host_writes:
+                self._read_in_place(load, pieces)
+                event = None
+            else:
+                for piece, resident in pieces:
+                    self._copy_in(load, piece, resident)
+                event = self._lane.engine.record_copy_in()
+        self._metrics.count(L0_written=nbytes, blocks_loaded=len(load.blocks))
         return event
 
-    def _read_in_place(self, load: _Load) -> None:
+    def _copy_in(self, load: _Load, piece: slice, resident: ResidentCopy | None) -> None:
+        engine, loading, nbytes = self._lane.engine, self._lane.loading, load.layout.nbytes
+        target = load.storage[piece.start * nbytes : piece.stop * nbytes]
+        if resident is not None:
+            engine.copies_in_wait(resident.ready)
+            engine.copy_in_whole(resident.data, target, after=load.after)
+            return
+        blocks = load.blocks[piece]
+        staged = loading.next(target.numel())
+        payload = load.layout.over(staged, len(blocks))
+        try:
+            self._residency.read(blocks, as_bits(payload))
+        except BaseException:
+            loading.retire()
+            raise
+        self._lane.resident.keep(blocks, payload)
+        loading.busy_until(engine.copy_in_whole(staged, target, after=load.after))
+
+    def _read_in_place(self, load: _Load, pieces: Sequence[tuple[slice, ResidentCopy | None]]) -> None:
         load.after.wait()
         with self._storage_lock:
             if load.buffer.storage is not load.storage:  # given up since, see below
                 self._fit(load.buffer, load.storage.numel())
                 load.storage = load.buffer.storage
+        payload = load.payload()
         try:
-            self._residency.read(load.blocks, as_bits(load.payload()))
+            for piece, resident in pieces:
+                if resident is None:
+                    self._residency.read(load.blocks[piece], as_bits(payload[piece]))
+                else:
+                    resident.ready.wait()
+                    np.copyto(as_bits(payload[piece]), as_bits(load.layout.over(resident.data, 1)))
         except BaseException:
             with self._storage_lock:  # a read without an answer in time may still write to it
                 if load.buffer.storage is load.storage:
                     self._lane.engine.free(load.storage)
                     load.buffer.storage = self._lane.engine.allocate(0)
             raise
+        for piece, resident in pieces:
+            if resident is None:
+                self._lane.resident.keep(load.blocks[piece], payload[piece])
 
     def _wait(self, load: _Load) -> None:
         assert load.task is not None
@@ -268,6 +297,9 @@ class BlockStream:
         """Nothing enqueued from now on reads the load's buffer."""
         self._lane.engine.recycled(load.buffer.storage)
         load.buffer.released = self._lane.engine.record_compute()
+        self._put_back(load)
+
+    def _put_back(self, load: _Load) -> None:
         self._free.append(load.buffer)
         assert load.task is not None
         load.task.add_done_callback(lambda _: self._residency.release(load.blocks))
@@ -276,9 +308,4 @@ class BlockStream:
         """Nobody will read this load."""
         load.cancelled = True
         # The prefetch thread works in order: what it still does here comes before the buffer's next load.
-        self._end(load)
-
-    def _start_over(self) -> None:
-        """Forget all loads under way."""
-        while self._queue:
-            self._cancel(self._queue.popleft())
+        self._put_back(load)

@@ -1,11 +1,16 @@
 """L0 of one layer: the tokens that stay on the accelerator.
 
-    |<- sink ->|<--------- ring: capacity_blocks * block_tokens --------->|
+    |<- sink ->|<---------------- ring: whole blocks ---------------->|
     [ 0 1 .. s |  newest ..  |  free  | oldest block | next block | ..  ]
                                        ^ start (always on a block border)
 
-The ring's capacity is a whole number of blocks and its start moves by whole blocks, so the block that leaves
-next is always one contiguous slice. While nothing was sealed the start is 0 and sink and ring are one slice.
+The ring is a whole number of blocks and its start moves by whole blocks, so the block that leaves next, or the
+one that comes back, is always one contiguous slice. The ring is as large as its memory, which grows with the
+tokens up to what the window's size asks for, and is copied when it changes: in new memory the start is 0
+again. While it is 0, as it is until a block was sealed, sink and ring are one slice.
+
+How many tokens the window keeps may change at any time. Smaller: there are blocks to seal, then memory to
+release. Larger: there is room for more tokens, or for sealed blocks to come back in front of the oldest token.
 """
 
 from __future__ import annotations
@@ -101,7 +106,8 @@ class Geometry:
 
 
 def ring_tokens(window_tokens: int, block_tokens: int) -> int:
-    """Tokens that a ring has room for: a whole window, the block about to leave, and the block that comes in."""
+    """Tokens that a ring has room for at most: a whole window, the block about to leave, and the one that comes
+    in."""
     return (-(-window_tokens // block_tokens) + 2) * block_tokens
 
 
@@ -109,7 +115,12 @@ class WindowBuffer:
     """Sink and newest tokens of one layer, K and V; see the module for the map.
 
     Everything here is enqueued on the compute stream; nothing blocks. Tensors returned are views, valid until
-    the next call that changes the window.
+    the next call that changes the window. A call that finds no memory for a larger ring changes nothing.
+
+    Invariants:
+        - the ring holds tokens only when the sink is full;
+        - `held_tokens` fit into the ring, which fits into the memory behind the sink;
+        - a ring that holds nothing starts at 0.
 
     Args:
         engine: of the layer's device.
@@ -129,9 +140,7 @@ class WindowBuffer:
         self._sink_tokens = sink_tokens
         self._window_tokens = window_tokens
         self._block_tokens = block_tokens
-        self._ring_tokens = ring_tokens(window_tokens, block_tokens)
         self._start = 0
-        self._capacity_tokens = 0
         self._buffer = engine.allocate(0)
         self._keys, self._values = geometry.carve(self._buffer, 0)
 
@@ -146,22 +155,38 @@ class WindowBuffer:
         return self.sink_held + self.held_tokens
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of accelerator memory that it occupies."""
+        return self._buffer.numel()
+
+    @property
+    def window_tokens(self) -> int:
+        """Tokens that `oldest_block` leaves behind, as it is set now."""
+        return self._window_tokens
+
+    @property
     def has_block_to_seal(self) -> bool:
         """Whether a block can leave and a whole window stays."""
         return self.held_tokens > self._window_tokens + self._block_tokens
+
+    @property
+    def takes_block_back(self) -> bool:
+        """Whether the newest sealed block can come back, and the window is no larger than it should be."""
+        return self.held_tokens + self._block_tokens <= self._window_tokens
 
     def fits(self, new_tokens: int) -> bool:
         """Whether so many more tokens can be held without sealing."""
         return self.tokens + new_tokens <= self._sink_tokens + self._window_tokens + self._block_tokens
 
     def room(self) -> int:
-        """Tokens that `append` takes at once."""
-        return self._sink_tokens - self.sink_held + self._ring_tokens - self.held_tokens
+        """Tokens that `append` takes at once; 0 while so many more than a window are held that blocks must be
+        sealed first."""
+        return max(0, self._most_tokens - self.tokens)
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Add tokens `[B, H, T, D]`, at most `room()`: to the sink while it has room, else to the ring."""
         new_tokens = keys.shape[-2]
-        self._grow(self.tokens + new_tokens)
+        self._make_room(self.tokens + new_tokens)
         done = 0
         for target in self._slices_for(new_tokens):
             count = target.stop - target.start
@@ -173,8 +198,9 @@ class WindowBuffer:
         self.held_tokens += new_tokens - to_sink
 
     def views(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """All tokens as one slice `[B, H, tokens, D]`; only while nothing was sealed."""
-        assert self._start == 0
+        """All tokens as one slice `[B, H, tokens, D]`; only while nothing is sealed."""
+        if self._start:  # blocks were sealed and have come back
+            self._reallocate(self._memory_tokens)
         return self._keys[:, :, : self.tokens], self._values[:, :, : self.tokens]
 
     def parts(self, sealed_tokens: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
@@ -209,20 +235,46 @@ class WindowBuffer:
     def select_tokens(self, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """New tensors with some tokens of the window: index 0 is the oldest after the sink, -1 the last of
         the sink, -2 the one before; `indices` is 1-D int64 on the layer's device."""
-        ring = self._sink_tokens + torch.remainder(indices + self._start, self._ring_tokens)
+        ring = self._sink_tokens + torch.remainder(indices + self._start, max(1, self._ring_tokens))
         place = torch.where(indices < 0, indices + self.sink_held, ring)
         return self._keys.index_select(2, place), self._values.index_select(2, place)
 
     def oldest_block(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The next block to leave, `[B, H, block_tokens, D]`."""
-        first = self._sink_tokens + self._start
-        block = slice(first, first + self._block_tokens)
+        block = self._first_block()
         return self._keys[:, :, block], self._values[:, :, block]
 
     def drop_oldest_block(self) -> None:
         """Forget the oldest block; it is sealed."""
-        self._start = (self._start + self._block_tokens) % self._ring_tokens
         self.held_tokens -= self._block_tokens
+        self._start = (self._start + self._block_tokens) % self._ring_tokens if self.held_tokens else 0
+
+    def prepend_block(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Take the newest sealed block back, `[B, H, block_tokens, D]`, in front of the oldest token after the
+        sink, while the window `takes_block_back`."""
+        assert self.takes_block_back and self.sink_held == self._sink_tokens
+        self._make_room(self.tokens + self._block_tokens)
+        if self.held_tokens:
+            self._start = (self._start - self._block_tokens) % self._ring_tokens
+        self.held_tokens += self._block_tokens
+        block = self._first_block()
+        self._keys[:, :, block].copy_(keys)
+        self._values[:, :, block].copy_(values)
+
+    def resize(self, window_tokens: int) -> None:
+        """Keep so many tokens from now on, at least one block. Moves nothing.
+
+        After it became smaller, seal while there is a `has_block_to_seal`, then `release_surplus`. After it
+        became larger, sealed blocks can come back while it `takes_block_back`; memory grows when it is needed.
+        """
+        assert window_tokens >= self._block_tokens
+        self._window_tokens = window_tokens
+
+    def release_surplus(self) -> None:
+        """Give back memory beyond what the window's size asks for, once what is held fits into the rest. Old
+        and new memory are both there for a moment."""
+        if self._memory_tokens > self._most_tokens >= self.tokens:
+            self._reallocate(self._most_tokens)
 
     def crop(self, tokens: int) -> None:
         """Forget the newest tokens, at most `self.tokens`; sink tokens go last."""
@@ -237,21 +289,15 @@ class WindowBuffer:
         index = torch.from_numpy(np.asarray(rows)).to(self._keys.device)
         old_buffer, old_keys, old_values = self._buffer, self._keys, self._values
         self.geometry = replace(self.geometry, batch=len(rows))
-        self._allocate(self._capacity_tokens)
-        if self._capacity_tokens:
+        self._allocate(self._memory_tokens)
+        if self._memory_tokens:
             self._keys.copy_(old_keys.index_select(0, index))
             self._values.copy_(old_values.index_select(0, index))
         self._engine.free(old_buffer)
 
     def shrink(self) -> None:
-        """Keep no more memory than what is held needs."""
-        tokens = self.tokens
-        buffer = self._engine.allocate(self.geometry.nbytes(tokens))
-        keys, values = self.geometry.carve(buffer, tokens)
-        self.copy_to(keys, values, end=tokens)
-        self._engine.free(self._buffer)
-        self._buffer, self._keys, self._values = buffer, keys, values
-        self._capacity_tokens, self._start = tokens, 0
+        """Keep no more memory than what is held needs, in whole blocks."""
+        self._reallocate(self._whole_blocks(self.tokens))
 
     def copy(self) -> WindowBuffer:
         """A second window with the same content in memory of its own."""
@@ -259,7 +305,7 @@ class WindowBuffer:
             self._engine, self.geometry, self._sink_tokens, self._window_tokens, self._block_tokens
         )
         twin.sink_held, twin.held_tokens, twin._start = self.sink_held, self.held_tokens, self._start
-        twin._allocate(self._capacity_tokens)
+        twin._allocate(self._memory_tokens)
         twin._keys.copy_(self._keys)
         twin._values.copy_(self._values)
         return twin
@@ -268,7 +314,7 @@ class WindowBuffer:
         """Give the memory up; the window is empty afterwards."""
         self._engine.free(self._buffer)
         self._buffer = self._engine.allocate(0)
-        self._capacity_tokens = self._start = self.sink_held = self.held_tokens = 0
+        self._start = self.sink_held = self.held_tokens = 0
         self._keys, self._values = self.geometry.carve(self._buffer, 0)
 
     def _slices_for(self, new_tokens: int) -> Iterator[slice]:
@@ -282,29 +328,52 @@ class WindowBuffer:
         return self._ring_slices(self._start, self.held_tokens)
 
     def _ring_slices(self, first: int, count: int) -> Iterator[slice]:
-        first %= self._ring_tokens
         while count:
+            first %= self._ring_tokens
             piece = min(count, self._ring_tokens - first)
             yield slice(self._sink_tokens + first, self._sink_tokens + first + piece)
-            first, count = 0, count - piece
+            first, count = first + piece, count - piece
 
-    def _grow(self, tokens: int) -> None:
-        """Make room for `tokens`, by half more at a time, up to sink and ring; content stays."""
-        whole = self._sink_tokens + self._ring_tokens
-        if self._start:
-            tokens = whole  # the ring goes round
-        old_capacity = self._capacity_tokens
-        if tokens <= old_capacity:
-            return
-        target = max(tokens, old_capacity + old_capacity // 2)
-        target = -(-target // self._block_tokens) * self._block_tokens
-        old_buffer, old_keys, old_values = self._buffer, self._keys, self._values
-        self._allocate(min(target, whole))
-        self._keys[:, :, :old_capacity].copy_(old_keys)
-        self._values[:, :, :old_capacity].copy_(old_values)
-        self._engine.free(old_buffer)
+    def _first_block(self) -> slice:
+        """Where the ring's oldest block is."""
+        first = self._sink_tokens + self._start
+        return slice(first, first + self._block_tokens)
 
-    def _allocate(self, capacity_tokens: int) -> None:
-        self._capacity_tokens = capacity_tokens
-        self._buffer = self._engine.allocate(self.geometry.nbytes(capacity_tokens))
-        self._keys, self._values = self.geometry.carve(self._buffer, capacity_tokens)
+    @property
+    def _memory_tokens(self) -> int:
+        """Tokens for which there is memory, sink included."""
+        return self._keys.shape[2]
+
+    @property
+    def _ring_tokens(self) -> int:
+        """Tokens after which the ring goes round."""
+        return max(0, self._memory_tokens - self._sink_tokens)
+
+    @property
+    def _most_tokens(self) -> int:
+        """Tokens for which there is memory at most, sink included, at the window's size of now."""
+        return self._sink_tokens + ring_tokens(self._window_tokens, self._block_tokens)
+
+    def _whole_blocks(self, tokens: int) -> int:
+        """The next larger size of memory: sink and a ring of whole blocks, or a part of the sink."""
+        return self._sink_tokens - (self._sink_tokens - tokens) // self._block_tokens * self._block_tokens
+
+    def _make_room(self, tokens: int) -> None:
+        """Have memory for `tokens`, by half more at a time, up to what the window's size asks for."""
+        assert tokens <= max(self._most_tokens, self.tokens)
+        if tokens > self._memory_tokens:
+            comfortable = max(tokens, self._memory_tokens + self._memory_tokens // 2)
+            self._reallocate(min(self._whole_blocks(comfortable), self._most_tokens))
+
+    def _reallocate(self, memory_tokens: int) -> None:
+        """Move what is held to other memory, where the ring starts at 0."""
+        buffer = self._engine.allocate(self.geometry.nbytes(memory_tokens))
+        keys, values = self.geometry.carve(buffer, memory_tokens)
+        self.copy_to(keys, values, end=self.tokens)
+        self._engine.free(self._buffer)
+        self._buffer, self._keys, self._values = buffer, keys, values
+        self._start = 0
+
+    def _allocate(self, memory_tokens: int) -> None:
+        self._buffer = self._engine.allocate(self.geometry.nbytes(memory_tokens))
+        self._keys, self._values = self.geometry.carve(self._buffer, memory_tokens)

@@ -12,6 +12,8 @@ import pytest
 import torch
 import transformers
 
+from hf_tiered_cache import resources
+
 THREAD_PREFIX = "hf-tiered"
 
 
@@ -27,6 +29,12 @@ def cache_directory(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytes
     directory = tmp_path_factory.mktemp("hf-tiered-cache")
     monkeypatch.setenv("HF_TIERED_CACHE_DIR", str(directory))
     return directory
+
+
+@pytest.fixture(autouse=True)
+def no_host_tier_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests say which tiers they use; a share of this machine's memory would keep everything from the others."""
+    monkeypatch.setattr(resources, "_DEFAULT_HOST_SHARE", 0)
 
 
 @pytest.fixture(autouse=True)

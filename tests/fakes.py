@@ -30,7 +30,7 @@ class LateEngine(CpuCopyEngine):
     def recycled(self, buffer: torch.Tensor) -> None:
         buffer.fill_(POISON)
 
-    def record_compute(self) -> Event:
+    def record_compute(self, stream: Any = None) -> Event:
         return _LateEvent(self._dawdle)  # what waits for it, a copy or a read, starts late
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:

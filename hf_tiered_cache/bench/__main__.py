@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 
-from . import longcontext, overhead, overlap
+from . import longcontext, overhead, overlap, policies
 
 
 def main() -> None:
     """Dispatch to one benchmark."""
     parser = argparse.ArgumentParser(prog="python -m hf_tiered_cache.bench", description=__doc__)
     commands = parser.add_subparsers(dest="name", required=True)
-    for benchmark in (overhead, overlap, longcontext):
+    for benchmark in (overhead, overlap, longcontext, policies):
         assert benchmark.__doc__ is not None
         command = commands.add_parser(
             benchmark.__name__.rpartition(".")[2],

@@ -208,7 +208,7 @@ def _run_model(arguments: argparse.Namespace) -> Report:
     input_ids = torch.randint(1, 1024, (1, tokens), device=arguments.device)
     token_bytes = 2 * _MODEL_LAYERS * _MODEL_KV_HEADS * _MODEL_DIM * 4
     report, milestones = Report(), _milestones(tokens)
-    options = {"window_tokens": 512, "block_tokens": 128, "stream_buffer_size": "1MiB"}
+    options = {"window_tokens": 512, "block_tokens": 128, "stream_buffer_size": "1MiB", "host_capacity": 0}
     with tempfile.TemporaryDirectory() as directory:
         manager = _Journal(Path(directory), check_from=tokens, **options)
         with manager, TieredCache.for_model(model, manager=manager) as cache:
@@ -238,7 +238,7 @@ def _run_manager(arguments: argparse.Namespace) -> Report:
     report, milestones = Report(), _milestones(arguments.manager_tokens)
     token_bytes = 2 * _LAYERS * _KV_HEADS * _DIM * 2
     steps = 0
-    with KVCacheManager(TieredCacheConfig(window_tokens=1024, block_tokens=256)) as manager:
+    with KVCacheManager(TieredCacheConfig(window_tokens=1024, block_tokens=256, host_capacity=0)) as manager:
         manager.allocate(_REQUEST)
         for piece in range(math.ceil(arguments.manager_tokens / _PIECE_TOKENS)):
             for layer in range(_LAYERS):

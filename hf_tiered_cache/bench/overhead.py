@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> None:
     small = max(64, arguments.context // 8 // 64 * 64)
     cases = {
         "fits": {"window_tokens": arguments.context + arguments.steps, "block_tokens": 64},
-        "tiers": {"window_tokens": small, "block_tokens": 64},
+        "tiers": {"window_tokens": small, "block_tokens": 64, "host_capacity": 0},
     }
     results = {}
     for name, options in cases.items():

@@ -73,9 +73,8 @@ class _Decoder:
     def __init__(self, arguments: argparse.Namespace, window_tokens: int, **options: Any) -> None:
         self._arguments = arguments
         self._dtype, self._device = getattr(torch, arguments.dtype), arguments.device
-        self.manager = KVCacheManager(
-            TieredCacheConfig(window_tokens=window_tokens, block_tokens=arguments.block_tokens, **options)
-        )
+        settings = {"block_tokens": arguments.block_tokens, "host_capacity": 0, **options}
+        self.manager = KVCacheManager(TieredCacheConfig(window_tokens=window_tokens, **settings))
         self.manager.allocate(_REQUEST, arguments.context + 4096)
         for first in range(0, arguments.context, 4096):
             for layer in range(_LAYERS):
@@ -97,9 +96,12 @@ class _Decoder:
 
     def simulate(self, layer: int, attention_seconds: float = 0.0) -> None:
         """The reads of the streaming form, and an attention that takes its time without a processor."""
-        paths, request = self.manager._paths, self.manager._requests[_REQUEST]
         sleeping: Any = _SleepingAttention(attention_seconds / self._arguments.context)
-        paths.attend(request, request.layers[layer], self._key, self._key, sleeping)
+        with (
+            self.manager._using(_REQUEST) as request,
+            self.manager._resources.seats(self._key.device).seat(request) as seat,
+        ):
+            self.manager._paths.attend(request, request.layers[layer], self._key, self._key, sleeping, seat)
 
     def step_seconds(self, attend: Callable[[int], None], layer_seconds: float = 0.0) -> float:
         """Time of a step over all layers, each of which also computes for some time; the mean over several."""
@@ -218,7 +220,7 @@ def _prefill(arguments: argparse.Namespace) -> dict[str, Any]:
         model.set_attn_implementation("sdpa")
         stock = seconds(DynamicCache(config=config))
         with TieredCache.for_model(
-            model, window_tokens=_WINDOW_TOKENS, block_tokens=arguments.block_tokens
+            model, window_tokens=_WINDOW_TOKENS, block_tokens=arguments.block_tokens, host_capacity=0
         ) as cache:
             streamed = seconds(cache)
         if turn:  # the first warms up

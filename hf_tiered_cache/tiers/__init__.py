@@ -1,7 +1,8 @@
-"""Storage tiers. Importing this package registers the built-in ones."""
+"""The tiers. Importing this package registers the built-in ones."""
 
 from .base import Tier, TierIO, TierRegistry, register_tier
+from .host import HostTier
 from .nvme import NvmeTier
 from .zarr import ZarrTier
 
-__all__ = ["NvmeTier", "Tier", "TierIO", "TierRegistry", "ZarrTier", "register_tier"]
+__all__ = ["HostTier", "NvmeTier", "Tier", "TierIO", "TierRegistry", "ZarrTier", "register_tier"]

@@ -1,4 +1,4 @@
-"""The contract of a storage tier, and the registry of implementations."""
+"""The contract of a tier, and the registry of implementations."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class TierIO:
     """Reads or writes on their way. Keep it until `result()` has returned: dropping it may cancel them.
 
     Args:
-        futures: tensorstore futures of the operation.
+        futures: tensorstore futures of the operation; none when it has finished.
         describe: what is going on, for the error message.
         failed: called once when the operation failed.
     """
@@ -61,6 +61,8 @@ def translate(error: Exception, describe: str) -> TierError:
     text = str(error)
     if "RESOURCE_EXHAUSTED" in text or "No space left" in text:
         return TierFullError(f"{describe}: no space left on the device; free some or use another path ({text})")
+    if isinstance(error, KeyError):
+        return TierReadError(f"{describe}: a block is missing ({text})")
     if any(code in text for code in ("NOT_FOUND", "DATA_LOSS", "FAILED_PRECONDITION", "INVALID_ARGUMENT")):
         return TierReadError(f"{describe}: a block is missing or damaged ({text})")
     if isinstance(error, TimeoutError):
@@ -71,8 +73,9 @@ def translate(error: Exception, describe: str) -> TierError:
 class Tier(ABC):
     """One place that stores sealed blocks, host memory in, host memory out.
 
-    `write` and `read_into` start the operation and return; their `TierIO.result()` blocks. `delete` blocks
-    briefly. All methods may be called from any thread. A block is written once; its key is unique.
+    `write` and `read_into` start the operation and return, or have finished it then; their `TierIO.result()`
+    blocks. `delete` blocks briefly. All methods may be called from any thread. A block is written once; its key
+    is unique.
 
     Invariants:
         - `used_bytes <= capacity_bytes` at every moment: room is taken before a write starts and given back
@@ -80,20 +83,30 @@ class Tier(ABC):
         - a block is readable from the moment its write's `result()` has returned until `delete`.
 
     Args:
-        name: `"L1"` or `"L2"`, as users see it.
-        root: an empty directory that belongs to this tier alone.
+        name: `"L1"`, say, as users see it.
+        root: an empty directory that belongs to this tier alone; `None` for a tier that needs none.
         capacity_bytes: limit on what the tier occupies; `None` for no limit.
         config: all settings.
     """
 
-    def __init__(self, name: str, root: Path, capacity_bytes: int | None, config: TieredCacheConfig) -> None:
+    needs_directory: ClassVar[bool] = True
+
+    def __init__(
+        self, name: str, root: Path | None, capacity_bytes: int | None, config: TieredCacheConfig
+    ) -> None:
         self.name = name
-        self.root = root
+        self._root = root
         self.capacity_bytes = capacity_bytes
         self._config = config
         self._lock = threading.Lock()
         self._block_bytes: dict[BlockKey, int] = {}
         self._used_bytes = 0
+
+    @property
+    def root(self) -> Path:
+        """Its directory; only of a tier that `needs_directory`."""
+        assert self._root is not None
+        return self._root
 
     @property
     def used_bytes(self) -> int:
@@ -138,9 +151,12 @@ class Tier(ABC):
                 )
             self._used_bytes += occupied
             self._block_bytes[key] = occupied
-        describe = f"{self.name}: writing layer {key.layer_idx}, block {key.block_idx} below {self.root}"
+        describe = self._describe("writing", key)
         try:
             futures = self._start_write(key, layout, source)
+        except TierError:
+            self._give_back(key)
+            raise
         except (ValueError, OSError) as error:
             self._give_back(key)
             raise translate(error, describe) from error
@@ -154,8 +170,7 @@ class Tier(ABC):
             target: `[len(keys), rows, row_elements]`, filled in place. Its content is undefined until
                 `result()` has returned, and after it has raised.
         """
-        where = f"layer {keys[0].layer_idx}, blocks {keys[0].block_idx} to {keys[-1].block_idx}"
-        describe = f"{self.name}: reading {where} below {self.root}"
+        describe = self._describe("reading", keys[0], keys[-1])
         try:
             return TierIO(self._start_read(keys, layout, target), describe)
         except (ValueError, OSError, KeyError) as error:
@@ -167,7 +182,7 @@ class Tier(ABC):
         Raises:
             TierError: the storage refused.
         """
-        describe = f"{self.name}: deleting layer {key.layer_idx}, block {key.block_idx} below {self.root}"
+        describe = self._describe("deleting", key)
         try:
             deletes = self._start_delete(key)
         except (ValueError, OSError) as error:
@@ -180,6 +195,12 @@ class Tier(ABC):
 
     def close(self) -> None:
         """Let go of open files; what is stored stays."""
+
+    def _describe(self, doing: str, key: BlockKey, last: BlockKey | None = None) -> str:
+        """What is going on, for error messages."""
+        blocks = f"block {key.block_idx}" if last is None else f"blocks {key.block_idx} to {last.block_idx}"
+        where = "" if self._root is None else f" below {self._root}"
+        return f"{self.name}: {doing} layer {key.layer_idx}, {blocks}{where}"
 
     def _discard(self, key: BlockKey) -> None:
         try:

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import tensorstore as ts
 
 from ..blocks import Bits, BlockKey, BlockLayout
 from ..config import TieredCacheConfig
+from ..host_memory import available_bytes
 from .base import Tier, delete_chunk, register_tier
 
 # Declared up front: a chunk that was never written costs nothing, a later resize would.
@@ -67,7 +67,7 @@ class NvmeTier(Tier):
         self._slots: dict[BlockKey, tuple[_LayerArray, int]] = {}
         self._open_lock = threading.Lock()
         self._contexts = {"buffered": _context("default"), "direct": _context("direct")}
-        self._page_cache_bytes = int(psutil.virtual_memory().available * _PAGE_CACHE_SHARE)
+        self._page_cache_bytes = int(available_bytes() * _PAGE_CACHE_SHARE)
         self._io_mode: str | None = None
 
     @property

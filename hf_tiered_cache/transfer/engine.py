@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -68,9 +68,13 @@ class CopyEngine(ABC):
     def allocate_host(self, nbytes: int) -> torch.Tensor:
         """A flat uint8 tensor on the host, uninitialised; page-locked where that makes copies asynchronous."""
 
+    def compute_stream(self) -> Any:
+        """The calling thread's compute stream, for `record_compute` from another thread."""
+        return None
+
     @abstractmethod
-    def record_compute(self) -> Event:
-        """Mark the compute stream (the caller's current one) as it is now."""
+    def record_compute(self, stream: Any = None) -> Event:
+        """Mark a compute stream, the calling thread's when `None`, as it is now."""
 
     @abstractmethod
     def compute_waits(self, event: Event) -> None:
@@ -104,6 +108,14 @@ class CopyEngine(ABC):
     def host_writes(self) -> bool:
         """Whether the device's memory is the host's, so that storage may be read straight into it."""
         return False
+
+    @abstractmethod
+    def copies_in_wait(self, event: Event) -> None:
+        """Let copies to the device that are asked for from now on wait for an event of any stream."""
+
+    @abstractmethod
+    def free_after_copies(self, buffer: torch.Tensor) -> None:
+        """Like `free`, for a buffer that copies asked for before may still read or write."""
 
     @abstractmethod
     def record_copy_in(self) -> Event:
@@ -146,7 +158,7 @@ class CpuCopyEngine(CopyEngine):
         with torch.inference_mode(False):
             return torch.empty(nbytes, dtype=torch.uint8)
 
-    def record_compute(self) -> Event:
+    def record_compute(self, stream: Any = None) -> Event:
         return _PassedEvent()
 
     def compute_waits(self, event: Event) -> None:
@@ -173,6 +185,15 @@ class CpuCopyEngine(CopyEngine):
     @property
     def host_writes(self) -> bool:
         return True
+
+    def copies_in_wait(self, event: Event) -> None:
+        self._in.submit(event.wait)
+
+    def free_after_copies(self, buffer: torch.Tensor) -> None:
+        try:
+            self._in.submit(lambda: self.free(buffer))
+        except RuntimeError:  # closed: nothing is being copied any more
+            self.free(buffer)
 
     def record_copy_in(self) -> Event:
         return _TaskEvent(self._in.submit(lambda: None).result)
@@ -211,8 +232,11 @@ class CudaCopyEngine(CopyEngine):
         with torch.inference_mode(False), torch.cuda.device(self.device):
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
-    def record_compute(self) -> Event:
-        return _CudaEvent(torch.cuda.current_stream(self.device))
+    def compute_stream(self) -> Any:
+        return torch.cuda.current_stream(self.device)
+
+    def record_compute(self, stream: Any = None) -> Event:
+        return _CudaEvent(stream or torch.cuda.current_stream(self.device))
 
     def compute_waits(self, event: Event) -> None:
         _wait_on(torch.cuda.current_stream(self.device), event)
@@ -242,6 +266,13 @@ class CudaCopyEngine(CopyEngine):
             _wait_on(self._in, after)
             target.copy_(source, non_blocking=True)
             return _CudaEvent(self._in)
+
+    def copies_in_wait(self, event: Event) -> None:
+        _wait_on(self._in, event)
+
+    def free_after_copies(self, buffer: torch.Tensor) -> None:
+        with torch.cuda.stream(self._in):  # the caching allocator waits for it anyway; see `_allocate`
+            self.free(buffer)
 
     def record_copy_in(self) -> Event:
         return _CudaEvent(self._in)

@@ -42,25 +42,35 @@ class StagingPool:
         self._engine = engine
         self._condition = threading.Condition()
         self._wakes = 0
+        self._waiting: deque[object] = deque()
         self._free = [StagingSlot(self, engine.allocate_host(0)) for _ in range(slots)]
 
+    @property
+    def awaited(self) -> bool:
+        """Whether anybody waits for a slot."""
+        return bool(self._waiting)
+
     def acquire(self, nbytes: int, check: Callable[[], None] = lambda: None) -> StagingSlot:
-        """Take a slot of at least `nbytes`; blocks until there is one.
+        """Take a slot of at least `nbytes`; blocks until there is one. Who came first is served first.
 
         Args:
             nbytes: size needed.
             check: called before each wait; what it raises ends the wait. `wake` has it called again.
         """
-        slot = None
-        while slot is None:
-            with self._condition:
+        ticket = object()
+        with self._condition:
+            self._waiting.append(ticket)
+        try:
+            while (slot := self._pop_for(ticket)) is None:
                 wakes = self._wakes
-                slot = self._free.pop() if self._free else None
-            if slot is None:
                 check()  # without the lock: it may look at what holds the slots
                 with self._condition:
-                    while not self._free and self._wakes == wakes:
+                    while not self._serves(ticket) and self._wakes == wakes:
                         self._condition.wait()
+        finally:
+            with self._condition:
+                self._waiting.remove(ticket)
+                self._condition.notify_all()
         if slot.buffer.numel() < nbytes:
             try:
                 slot.buffer = self._engine.allocate_host(nbytes)
@@ -76,7 +86,14 @@ class StagingPool:
         self._engine.recycled(slot.buffer)
         with self._condition:
             self._free.append(slot)
-            self._condition.notify()
+            self._condition.notify_all()
+
+    def _serves(self, ticket: object) -> bool:
+        return bool(self._free) and self._waiting[0] is ticket
+
+    def _pop_for(self, ticket: object) -> StagingSlot | None:
+        with self._condition:
+            return self._free.pop() if self._serves(ticket) else None
 
     def wake(self) -> None:
         """Let everybody who waits call `check` again."""

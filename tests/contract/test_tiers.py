@@ -1,17 +1,23 @@
-"""What every storage tier does; each implementation runs the same suite."""
+"""What every tier does, and every storage tier; each implementation runs the same suite."""
 
 from __future__ import annotations
 
+import errno
+import gc
+import mmap
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
 from hf_tiered_cache import Tier, TieredCacheConfig, TierFullError, TierReadError
-from hf_tiered_cache.blocks import Bits, BlockKey, BlockLayout
-from hf_tiered_cache.tiers import NvmeTier, ZarrTier
+from hf_tiered_cache.blocks import Bits, BlockKey, BlockLayout, as_bits
+from hf_tiered_cache.tiers import HostTier, NvmeTier, TierRegistry, ZarrTier
 
 BF16 = BlockLayout(2, 2, 64, 2, 64, 16, torch.bfloat16)
 LATENT = BlockLayout(1, 1, 24, 1, 8, 16, torch.float32)  # MLA: K and V differ
@@ -87,30 +93,20 @@ class TierContract:
         tier.read_into([key(1)], wide, target).result()
         assert np.array_equal(target[0], payload_of(wide, 1))
 
-    def test_missing_block_is_an_error_not_zeros(self, tier: Tier) -> None:
+    def test_missing_block_is_an_error(self, tier: Tier) -> None:
         tier.write(key(0), BF16, payload_of(BF16, 0)).result()
-        tier.write(key(1), BF16, payload_of(BF16, 1)).result()
-        for path in self.chunk_files(tier):
-            path.unlink()
         target = np.zeros((2, BF16.rows, BF16.row_elements), BF16.bits_dtype)
         with pytest.raises(TierReadError, match=f"{tier.name}: reading layer 0, blocks 0 to 1"):
             tier.read_into([key(0), key(1)], BF16, target).result()
 
-    def test_truncated_block_is_an_error(self, tier: Tier) -> None:
-        tier.write(key(0), BF16, payload_of(BF16, 0)).result()
-        for path in self.chunk_files(tier):
-            path.write_bytes(path.read_bytes()[:-7])
-        target = np.zeros((1, BF16.rows, BF16.row_elements), BF16.bits_dtype)
-        with pytest.raises(TierReadError, match="missing or damaged"):
-            tier.read_into([key(0)], BF16, target).result()
-
-    def test_delete_frees_room_and_files(self, tier: Tier) -> None:
+    def test_delete_frees_room(self, tier: Tier) -> None:
         tier.write(key(0), BF16, payload_of(BF16, 0)).result()
         assert tier.blocks == 1 and tier.used_bytes >= BF16.nbytes
-        assert self.chunk_files(tier)
         tier.delete(key(0))
         assert tier.blocks == 0 and tier.used_bytes == 0
-        assert not self.chunk_files(tier)
+        target = np.zeros((1, BF16.rows, BF16.row_elements), BF16.bits_dtype)
+        with pytest.raises(TierReadError, match="missing"):
+            tier.read_into([key(0)], BF16, target).result()
 
     def test_capacity_is_never_exceeded(self, tmp_path: Path) -> None:
         probe = self.make(tmp_path / "probe")
@@ -138,12 +134,204 @@ class TierContract:
         tier.close()
         tier.close()
 
+    def test_several_threads(self, tmp_path: Path) -> None:
+        """Each writes, reads and deletes blocks of its own, in a tier that is too small for all of them."""
+        room = self.make(tmp_path / "probe").occupied_bytes(BF16)
+        tier = self.make(tmp_path / "tier", capacity_bytes=6 * room)
+
+        def work(thread: int) -> int:
+            refused = 0
+            for index in range(thread * 100, thread * 100 + 20):
+                try:
+                    tier.write(key(index), BF16, payload_of(BF16, index)).result()
+                    tier.write(key(index, layer_idx=1), LATENT, payload_of(LATENT, index)).result()
+                except TierFullError:
+                    refused += 1
+                for name, layout in ((key(index), BF16), (key(index, layer_idx=1), LATENT)):
+                    target = np.zeros((1, layout.rows, layout.row_elements), layout.bits_dtype)
+                    with suppress(TierReadError):
+                        tier.read_into([name], layout, target).result()
+                        assert np.array_equal(target[0], payload_of(layout, index))
+                    assert self.occupied(tier) <= 6 * room
+                    tier.delete(name)
+            return refused
+
+        with ThreadPoolExecutor(8) as threads:
+            refused = sum(threads.map(work, range(8)))
+        assert refused < 8 * 20
+        assert tier.used_bytes == 0 and tier.blocks == 0
+        tier.close()
+
+    def occupied(self, tier: Tier) -> int:
+        """Bytes that the tier takes from where it keeps blocks."""
+        return tier.used_bytes
+
+
+class StorageTierContract(TierContract):
+    """Of tiers that keep blocks in files, below a directory."""
+
+    def test_lost_block_is_an_error_not_zeros(self, tier: Tier) -> None:
+        tier.write(key(0), BF16, payload_of(BF16, 0)).result()
+        tier.write(key(1), BF16, payload_of(BF16, 1)).result()
+        for path in self.chunk_files(tier):
+            path.unlink()
+        target = np.zeros((2, BF16.rows, BF16.row_elements), BF16.bits_dtype)
+        with pytest.raises(TierReadError, match=f"{tier.name}: reading layer 0, blocks 0 to 1"):
+            tier.read_into([key(0), key(1)], BF16, target).result()
+
+    def test_truncated_block_is_an_error(self, tier: Tier) -> None:
+        tier.write(key(0), BF16, payload_of(BF16, 0)).result()
+        for path in self.chunk_files(tier):
+            path.write_bytes(path.read_bytes()[:-7])
+        target = np.zeros((1, BF16.rows, BF16.row_elements), BF16.bits_dtype)
+        with pytest.raises(TierReadError, match="missing or damaged"):
+            tier.read_into([key(0)], BF16, target).result()
+
+    def test_delete_removes_files(self, tier: Tier) -> None:
+        tier.write(key(0), BF16, payload_of(BF16, 0)).result()
+        assert self.chunk_files(tier)
+        tier.delete(key(0))
+        assert not self.chunk_files(tier)
+
     @staticmethod
     def chunk_files(tier: Tier) -> list[Path]:
         return [path for path in tier.root.rglob("*") if path.is_file() and path.name != "zarr.json"]
 
 
-class TestNvmeTier(TierContract):
+class TestHostTier(TierContract):
+    def make(self, root: Path, capacity_bytes: int | None = None) -> HostTier:
+        return HostTier("host", None, capacity_bytes, TieredCacheConfig())
+
+    def occupied(self, tier: Tier) -> int:
+        assert isinstance(tier, HostTier)
+        return max(tier.mapped_bytes, tier.used_bytes)
+
+    def test_needs_no_directory(self) -> None:
+        assert not HostTier.needs_directory
+        assert TierRegistry.get("host") is HostTier
+
+    def test_hands_out_the_block_itself(self, tmp_path: Path) -> None:
+        tier = self.make(tmp_path)
+        tier.write(key(0), LATENT, payload_of(LATENT, 0)).result()
+        tensor = tier.tensor(key(0))
+        assert tensor.shape == (LATENT.nbytes,) and tensor.dtype == torch.uint8
+        assert np.array_equal(as_bits(LATENT.over(tensor, 1))[0], payload_of(LATENT, 0))
+        assert tensor.data_ptr() == tier.tensor(key(0)).data_ptr()
+        with pytest.raises(KeyError):
+            tier.tensor(key(1))
+        tier.close()
+
+    def test_kept_buffers_count_and_give_way(self, tmp_path: Path) -> None:
+        room, other = (self.make(tmp_path).occupied_bytes(layout) for layout in (BF16, BYTES))
+        tier = self.make(tmp_path, capacity_bytes=16 * room)
+        for index in range(16):
+            tier.write(key(index), BF16, payload_of(BF16, index)).result()
+        assert tier.mapped_bytes == 16 * room
+        for index in range(16):
+            tier.delete(key(index))
+        assert tier.used_bytes == 0 and tier.mapped_bytes == 2 * room, "an eighth of the capacity is kept"
+        tier.write(key(0), BF16, payload_of(BF16, 0)).result()
+        assert tier.mapped_bytes == 2 * room, "memory is used again"
+        for index in range(1, 1 + 15 * room // other):
+            tier.write(key(index), BYTES, payload_of(BYTES, index)).result()
+            assert tier.mapped_bytes <= 16 * room
+        assert tier.used_bytes == tier.mapped_bytes == 16 * room
+        with pytest.raises(TierFullError):
+            tier.write(key(1, revision=1), LATENT, payload_of(LATENT, 0))
+        tier.close()
+        assert tier.mapped_bytes == 0
+
+    def test_memory_goes_back_to_the_system(self, tmp_path: Path) -> None:
+        large = BlockLayout(1, 8, 128, 8, 128, 1024, torch.float32)  # 8 MiB
+        tier = self.make(tmp_path, capacity_bytes=8 * large.nbytes)
+        process = psutil.Process()
+        before = process.memory_info().rss
+        payload = payload_of(large, 0)
+        for index in range(8):
+            tier.write(key(index), large, payload).result()
+        held = process.memory_info().rss
+        for index in range(8):
+            tier.delete(key(index))
+        after = process.memory_info().rss
+        assert held - before >= 7 * large.nbytes, "the control"
+        assert held - after >= 6 * large.nbytes
+        tier.close()
+
+    def test_no_memory_is_a_full_tier(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def refuse(*args: object, **kwargs: object) -> None:
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+        tier = self.make(tmp_path)
+        with monkeypatch.context() as patch:
+            patch.setattr(mmap, "mmap", refuse)
+            with pytest.raises(TierFullError, match="cannot be mapped"):
+                tier.write(key(0), BF16, payload_of(BF16, 0))
+        assert tier.used_bytes == tier.mapped_bytes == tier.blocks == 0
+        tier.write(key(0), BF16, payload_of(BF16, 0)).result()
+        tier.close()
+
+    @pytest.mark.parametrize("used_in_inference_mode", [True, False])
+    def test_pages_are_locked_while_cuda_is_in_use(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, used_in_inference_mode: bool
+    ) -> None:
+        driver = FakeDriver(limit_bytes=3 * self.make(tmp_path).occupied_bytes(BF16))
+        driver.install(monkeypatch)
+        tier = self.make(tmp_path)
+        with torch.inference_mode(used_in_inference_mode):
+            for index in range(3):
+                tier.write(key(index), BF16, payload_of(BF16, index)).result()
+        assert {tier.tensor(key(index)).data_ptr() for index in range(3)} == set(driver.locked)
+        assert not tier.tensor(key(0)).is_inference()
+        with pytest.raises(TierFullError, match="cannot be page-locked"):
+            tier.write(key(3), BF16, payload_of(BF16, 3))
+        assert tier.used_bytes == 3 * tier.occupied_bytes(BF16)
+        tier.delete(key(0))
+        tier.write(key(3), BF16, payload_of(BF16, 3)).result()
+        tier.close()
+        assert not driver.locked
+
+    def test_forgotten_tier_unlocks_its_pages(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        driver = FakeDriver(limit_bytes=1 << 30)
+        driver.install(monkeypatch)
+        tier = self.make(tmp_path)
+        tier.write(key(0), BF16, payload_of(BF16, 0)).result()
+        assert driver.locked
+        del tier
+        gc.collect()
+        assert not driver.locked
+
+
+class FakeDriver:
+    """CUDA's calls to lock and unlock pages, with a limit."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.locked: dict[int, int] = {}
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: device)
+        monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext(self.check_device(device)))
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: self)
+
+    def check_device(self, device: int) -> None:
+        assert device == 1, "the first device is not in use"
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802
+        assert flags == 1 and address % mmap.PAGESIZE == 0 and nbytes % mmap.PAGESIZE == 0
+        assert address not in self.locked
+        if sum(self.locked.values()) + nbytes > self.limit_bytes:
+            return 2
+        self.locked[address] = nbytes
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        del self.locked[address]
+        return 0
+
+
+class TestNvmeTier(StorageTierContract):
     def make(self, root: Path, capacity_bytes: int | None = None) -> Tier:
         root.mkdir(exist_ok=True)
         return NvmeTier("L1", root, capacity_bytes, TieredCacheConfig())
@@ -167,7 +355,7 @@ class TestNvmeTier(TierContract):
         tier.close()
 
 
-class TestZarrTier(TierContract):
+class TestZarrTier(StorageTierContract):
     def make(self, root: Path, capacity_bytes: int | None = None) -> Tier:
         root.mkdir(exist_ok=True)
         return ZarrTier("L2", root, capacity_bytes, TieredCacheConfig(sink_tokens=4))

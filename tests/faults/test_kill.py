@@ -23,7 +23,8 @@ from tests.models import generate, prompt_ids, tiny_llama
 torch.set_num_threads(1)
 model = tiny_llama()
 with TieredCache(
-    config=model.config, window_tokens=32, block_tokens=16, l1_capacity=40 * 4096, l2_url=sys.argv[1]
+    config=model.config, window_tokens=32, block_tokens=16, host_capacity=0,
+    l1_capacity=40 * 4096, l2_url=sys.argv[1]
 ) as cache:
     generate(model, prompt_ids(200), cache, max_new_tokens=3000)
 """

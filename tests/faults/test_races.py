@@ -16,7 +16,7 @@ import torch
 from transformers import DynamicCache
 
 from hf_tiered_cache import KVCacheManager, TieredCache, TieredCacheConfig
-from hf_tiered_cache.lane import Lane, LoadBuffer
+from hf_tiered_cache.buffers import GatherBuffers, LoadBuffer
 from hf_tiered_cache.resources import EngineFactory
 from hf_tiered_cache.stream import BlockStream, Part
 from hf_tiered_cache.transfer.engine import Event
@@ -72,10 +72,10 @@ def test_control_attention_that_does_not_wait_for_its_blocks() -> None:
 
 
 def test_control_buffer_released_before_attention_has_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    def use(lane: Lane, buffer: LoadBuffer) -> None:
-        lane.give_back(buffer)
+    def use(buffers: GatherBuffers, buffer: LoadBuffer) -> None:
+        buffers.give_back(buffer)
 
-    monkeypatch.setattr(Lane, "use", use)
+    monkeypatch.setattr(GatherBuffers, "use", use)
     assert not matches(LateEngine, {})
 
 

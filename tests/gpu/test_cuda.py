@@ -56,11 +56,25 @@ class UnorderedCudaEngine(LateCudaEngine):
         return
 
 
+def _small_tiers(path: Path) -> dict[str, Any]:
+    """Blocks that stay on the device, in page-locked host memory, in L1 and in L2, and never rest."""
+    return {
+        "resident_capacity": 6 * 16384,
+        "host_capacity": 6 * 16384,
+        "l1_capacity": 20 * 16384,
+        "l2_url": path,
+        "eviction": "random",
+        "protection_steps": 0,
+        "high_watermark": 0.8,
+        "low_watermark": 0.5,
+    }
+
+
 def _matches(engine: type[CudaCopyEngine], dtype: torch.dtype, tmp_path: Path, **generation: Any) -> bool:
     model = copy.deepcopy(tiny_llama()).to("cuda", dtype)
     input_ids = prompt_ids(300, batch=2).cuda()
     expected = generate(model, input_ids, DynamicCache(config=model.config), **generation)
-    settings = TieredCacheConfig(window_tokens=64, block_tokens=32, l1_capacity=40 * 8192, l2_url=tmp_path)
+    settings = TieredCacheConfig(window_tokens=64, block_tokens=32, **_small_tiers(tmp_path))
     with (
         KVCacheManager(settings, engine_factory=engine) as manager,
         TieredCache(config=model.config, manager=manager) as cache,
@@ -94,7 +108,7 @@ def _streaming_deviation(engine: type[CudaCopyEngine], tmp_path: Path, **generat
     input_ids = prompt_ids(300, batch=2).cuda()
     expected = generate(model, input_ids, DynamicCache(config=model.config), **generation)
     settings = TieredCacheConfig(
-        window_tokens=64, block_tokens=32, stream_buffer_size="16KiB", l1_capacity=40 * 8192, l2_url=tmp_path
+        window_tokens=64, block_tokens=32, stream_buffer_size="16KiB", **_small_tiers(tmp_path)
     )
     with (
         KVCacheManager(settings, engine_factory=engine) as manager,

@@ -13,15 +13,17 @@ PACKAGE = Path(hf_tiered_cache.__file__).parent
 
 # Each module imports from strictly lower rows; see "Modules" in docs/decisions.md.
 ROWS = [
-    {"errors"},
-    {"config", "continuation", "metrics", "blocks", "transfer.worker", "streaming_models"},
-    {"workspace", "eviction", "tiers.base", "transfer.engine"},
-    {"tiers.nvme", "tiers.zarr", "transfer.staging", "window", "kernels"},
-    {"tiers", "layers", "online_attention"},
-    {"residency"},
+    {"errors", "host_memory"},
+    {"config", "continuation", "metrics", "blocks", "heat", "transfer.worker", "streaming_models"},
+    {"workspace", "locks", "places", "eviction", "tiers.base", "transfer.engine"},
+    {"replay", "tiers.host", "tiers.nvme", "tiers.zarr", "transfer.staging", "window", "kernels"},
+    {"tiers", "layers", "online_attention", "buffers", "pressure"},
+    {"residency", "requests", "windows"},
+    {"mover", "resident"},
     {"writeback"},
     {"lane"},
     {"prefetch", "stream"},
+    {"seats"},
     {"resources"},
     {"paths"},
     {"report"},
@@ -30,8 +32,8 @@ ROWS = [
     {"cache_layer"},
     {"cache"},
     {"", "transfer"},
-    {"bench", "bench._models"},
-    {"bench.longcontext", "bench.overhead", "bench.overlap"},
+    {"bench", "bench._models", "bench._traces"},
+    {"bench.longcontext", "bench.overhead", "bench.overlap", "bench.policies"},
     {"bench.__main__"},
 ]
 ROW_OF = {module: row for row, modules in enumerate(ROWS) for module in modules}

@@ -30,7 +30,15 @@ def test_nonsense_sizes(size: object) -> None:
         ({"window_tokens": 100, "block_tokens": 128}, "smaller than block_tokens"),
         ({"block_tokens": 100}, "multiple of the attention tile"),
         ({"block_tokens": 0}, "block_tokens"),
-        ({"window_tokens": "auto"}, "window_tokens"),
+        ({"window_tokens": "automatic"}, "window_tokens"),
+        ({"window_min_tokens": 512}, "window_tokens='auto'"),
+        ({"window_tokens": "auto", "window_min_tokens": 100}, "smaller than block_tokens"),
+        (
+            {"window_tokens": "auto", "window_min_tokens": 1024, "window_max_tokens": 512},
+            "below window_min_tokens",
+        ),
+        ({"memory_reserve": 1}, "memory_reserve"),
+        ({"memory_reserve": "10%"}, "memory_reserve"),
         ({"window_tokens": 0}, "window_tokens"),
         ({"sink_tokens": -1}, "sink_tokens"),
         ({"prefetch_layers": 0}, "prefetch_layers"),
@@ -42,9 +50,15 @@ def test_nonsense_sizes(size: object) -> None:
         ({"l2_url": ""}, "l2_url"),
         ({"mode": "selective"}, "mode"),
         ({"l2_url": "s3://bucket/path"}, "l2_url"),
-        ({"host_capacity": "8GiB"}, "not available yet"),
-        ({"high_watermark": 0.9}, "not available yet"),
-        ({"low_watermark": 0.8}, "not available yet"),
+        ({"host_capacity": "some"}, "host_capacity"),
+        ({"resident_capacity": -1}, "resident_capacity"),
+        ({"high_watermark": 0.7}, "low_watermark=0.8 and high_watermark=0.7"),
+        ({"low_watermark": 0}, "low_watermark"),
+        ({"high_watermark": None}, "high_watermark"),
+        ({"prefetch_threshold": 1.5}, "prefetch_threshold"),
+        ({"eviction": 3}, "eviction"),
+        ({"concurrent_streams": 0}, "concurrent_streams"),
+        ({"protection_steps": -1}, "protection_steps"),
         ({"selection": "bounds"}, "not available yet"),
         ({"top_blocks": 64}, "not available yet"),
         ({"tolerance": 0.01}, "not available yet"),
@@ -57,7 +71,7 @@ def test_nonsense_settings(settings: dict[str, object], words: str) -> None:
 
 
 def test_asking_a_missing_feature_for_nothing_is_fine() -> None:
-    TieredCacheConfig(host_capacity=0, high_watermark=None, tolerance=None, verify=False, top_blocks=None)
+    TieredCacheConfig(host_capacity=0, tolerance=None, verify=False, top_blocks=None)
 
 
 def test_options_override_the_object() -> None:

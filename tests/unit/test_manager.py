@@ -8,12 +8,13 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from hf_tiered_cache import CacheClosedError, ConfigError, KVCacheManager, TieredCacheConfig
-from hf_tiered_cache.prefetch import LayerOrder
+from hf_tiered_cache.requests import LayerOrder
 
 from ..fakes import FAULTS, LateEngine, pieces, random_kv
 
@@ -79,6 +80,26 @@ def test_prefetch_begins_reads_that_fetch_then_finds(tmp_path: Path) -> None:
         assert manager.prefetch("a", [199]) == 0, "the window needs no load"
 
 
+def test_prefetch_of_what_is_likely_to_be_read() -> None:
+    """R8: without positions, the heat table says which blocks are worth loading."""
+    FAULTS.reset()
+    with KVCacheManager(TieredCacheConfig(**SETTINGS, l1_tier="faulty", prefetch_threshold=0.6)) as manager:
+        manager.allocate("a")
+        assert manager.prefetch("a") == 0
+        for layer_id in range(3):
+            manager.append("a", layer_id, *random_kv(200))
+        manager.flush()
+        assert manager.prefetch("a") == 0, "nothing was read yet but when it was sealed"
+        for _ in range(20):
+            for layer_id in range(3):
+                manager.fetch("a", layer_id, [20, 100 + layer_id])
+        FAULTS.reads.clear()
+        assert manager.prefetch("a") == 3
+        for layer_id in range(3):
+            manager.fetch("a", layer_id, [20, 100 + layer_id])
+        assert sorted(FAULTS.reads) == [0, 0, 1, 1, 2, 2], "the same two blocks of each layer, once"
+
+
 def test_evict_leaves_less_than_a_block_and_loses_nothing(manager: KVCacheManager) -> None:
     manager.allocate("a")
     key, value = random_kv(75)
@@ -124,9 +145,16 @@ def bytes_on_disk(base: Path) -> int:
     return total
 
 
-def test_capacity_holds_while_blocks_move(tmp_path: Path) -> None:
-    """R2: L1 is full all the time, the oldest blocks are below, and nothing is above the limit on disk."""
-    config = TieredCacheConfig(**SETTINGS, l1_path=tmp_path, l1_capacity=5 * 4096, l2_url=tmp_path)
+# Every block that comes in lets the oldest sink.
+OLDEST_FIRST = {"eviction": "fifo", "protection_steps": 0, "low_watermark": 1.0, "high_watermark": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("options", "demoted"), [(OLDEST_FIRST, range(20, 33)), ({}, range(1))], ids=["fifo", "pinned"]
+)
+def test_capacity_holds_while_blocks_move(options: dict[str, Any], demoted: range, tmp_path: Path) -> None:
+    """R2: L1 is full all the time, the other blocks are below, and nothing is above the limit on disk."""
+    config = TieredCacheConfig(**SETTINGS, **options, l1_path=tmp_path, l1_capacity=5 * 4096, l2_url=tmp_path)
     with KVCacheManager(config) as manager:
         manager.allocate("a")
         key, value = random_kv(640, key_shape=(4, 8), value_shape=(4, 8))
@@ -137,12 +165,12 @@ def test_capacity_holds_while_blocks_move(tmp_path: Path) -> None:
         manager.flush()
         stats = manager.stats()
         assert stats.tiers["L1"].blocks == 5 and stats.tiers["L2"].blocks == 640 // 16 - 2 - 5 - 1
-        assert stats.blocks_demoted == stats.tiers["L2"].blocks
+        assert stats.blocks_demoted in demoted
         assert torch.equal(manager.fetch("a", 0, torch.arange(640))[0], key)
 
 
 def test_demotion_takes_blocks_of_many_layers_at_once(tmp_path: Path) -> None:
-    config = TieredCacheConfig(**SETTINGS, l1_capacity=50 * 4096, l2_url=tmp_path)
+    config = TieredCacheConfig(**SETTINGS, **OLDEST_FIRST, l1_capacity=50 * 4096, l2_url=tmp_path)
     layers = [random_kv(400) for _ in range(12)]
     with KVCacheManager(config) as manager:
         manager.allocate("a")
@@ -202,6 +230,7 @@ _FORK = """
 import os, sys, warnings
 warnings.simplefilter("ignore")
 from pathlib import Path
+from typing import Any
 import torch
 from hf_tiered_cache import CacheClosedError, KVCacheManager, TieredCacheConfig, TierError
 

@@ -45,8 +45,10 @@ def attend(manager: KVCacheManager, layer_id: int, tokens: int = 1, request: str
 
 
 def stream_of(manager: KVCacheManager) -> BlockStream:
-    """The one of the CPU."""
-    return manager._resources.streams[torch.device("cpu")]
+    """The one of the CPU, while only one thread attends."""
+    (seat,) = manager._resources.seats(torch.device("cpu"))._idle
+    assert seat.stream is not None
+    return seat.stream
 
 
 def loads(manager: KVCacheManager) -> list[tuple[int, int, int]]:
@@ -140,7 +142,7 @@ def test_freeing_a_request_forgets_its_loads(manager: KVCacheManager) -> None:
 def test_prefetch_starts_loads(manager: KVCacheManager) -> None:
     for layer_id in range(LAYERS):
         attend(manager, layer_id)
-    stream_of(manager)._start_over()
+    stream_of(manager).start_over()
     assert manager.prefetch("a", [0]) == 1
     assert loads(manager)[0] == (0, 0, 2)
     assert manager.prefetch("a", [0]) == 0  # under way

@@ -1,0 +1,197 @@
+"""Host memory as a tier: blocks as they are, page-locked while CUDA is in use.
+
+    in use by blocks      kept for blocks to come      may still be mapped
+    |<-- used_bytes -->|<-- at most an eighth -->|<-- ... -->| capacity_bytes
+    |<------------- mapped_bytes ---------------->|
+
+Buffers are mapped whole pages, each for one block, so that what is given up goes back to the system at once
+and no allocator rounds or hoards. Mapping and page-locking take longer than the copy of a block; hence some
+are kept.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import tensorstore as ts
+import torch
+
+from ..blocks import Bits, BlockKey, BlockLayout, as_bits
+from ..config import TieredCacheConfig
+from ..errors import TierFullError
+from .base import Tier, register_tier
+
+# Of the capacity: buffers without a block that are kept. About what sinks at a time between the watermarks.
+_KEPT_SHARE = 1 / 8
+# cudaHostRegisterPortable: page-locked for every device.
+_PORTABLE = 1
+
+
+class _Buffer:
+    """Mapped memory, page-locked while CUDA is in use, until it is released or collected.
+
+    Raises:
+        TierFullError: the system has no memory left for it.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        try:
+            # Private where there is a choice: the number of mappings is limited, and private neighbours merge.
+            private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+            with torch.inference_mode(False):
+                self.memory = torch.frombuffer(mmap.mmap(-1, nbytes, **private), dtype=torch.uint8)
+        except OSError as error:
+            raise TierFullError(f"host memory: {nbytes} more bytes cannot be mapped ({error})") from error
+        self._unlock: weakref.finalize[Any, Any] | None = None
+        if torch.cuda.is_initialized():
+            _lock_pages(self.memory)
+            self._unlock = weakref.finalize(self, _unlock_pages, self.memory)  # unmapped only afterwards
+            self._unlock.atexit = False
+
+    def release(self) -> None:
+        """Give the memory back to the system; nobody has a tensor of it any more."""
+        if self._unlock is not None:
+            self._unlock()
+        self.memory = self.memory.new_empty(0)
+
+
+def _lock_pages(memory: torch.Tensor) -> None:
+    with torch.cuda.device(_device_in_use()):
+        status = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), _PORTABLE))
+    if status:
+        raise TierFullError(
+            f"host memory: {memory.numel()} more bytes cannot be page-locked (CUDA error {status})"
+        )
+
+
+def _unlock_pages(memory: torch.Tensor) -> None:
+    with torch.cuda.device(_device_in_use()):
+        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+
+
+def _device_in_use() -> int:
+    """A device on which PyTorch has memory. A background thread would take the first one, and to use that for
+    the first time costs hundreds of megabytes."""
+    devices = range(torch.cuda.device_count())
+    return next((device for device in devices if torch.cuda.memory_reserved(device)), 0)
+
+
+@register_tier("host")
+class HostTier(Tier):
+    """Blocks in host memory; see the module for the map and `Tier` for the contract.
+
+    `write` and `read_into` copy, on the calling thread and without the GIL, and have finished when they return.
+    What is stored is gone after `close`.
+
+    Invariants:
+        - `mapped_bytes <= capacity_bytes` at every moment;
+        - buffers that are kept give way before a block is refused.
+    """
+
+    needs_directory: ClassVar[bool] = False
+
+    def __init__(
+        self, name: str, root: Path | None, capacity_bytes: int | None, config: TieredCacheConfig
+    ) -> None:
+        super().__init__(name, root, capacity_bytes, config)
+        self._stored: dict[BlockKey, tuple[_Buffer, int]] = {}
+        self._buffers_lock = threading.Lock()
+        self._kept: dict[int, list[_Buffer]] = {}
+        self._kept_bytes = 0
+        self._mapped_bytes = 0
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Bytes of memory that it occupies, blocks and buffers that are kept."""
+        return self._mapped_bytes
+
+    def occupied_bytes(self, layout: BlockLayout) -> int:
+        return -(-layout.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+    def tensor(self, key: BlockKey) -> torch.Tensor:
+        """A stored block itself, flat uint8 of `layout.nbytes`, for a copy straight from where it is. It must
+        not be changed, and is valid until `delete`.
+
+        Raises:
+            KeyError: the block is not here.
+        """
+        buffer, nbytes = self._stored[key]
+        return buffer.memory[:nbytes]
+
+    def close(self) -> None:
+        with self._buffers_lock:
+            buffers = [buffer for buffer, _ in self._stored.values()]
+            buffers += [buffer for kept in self._kept.values() for buffer in kept]
+            self._stored.clear()
+            self._kept.clear()
+            self._kept_bytes = 0
+            for buffer in buffers:
+                self._release(buffer)
+
+    def _start_write(self, key: BlockKey, layout: BlockLayout, source: Bits) -> Sequence[ts.WriteFutures]:
+        if source.shape != (layout.rows, layout.row_elements):
+            raise ValueError(f"INVALID_ARGUMENT: {source.shape} is not the shape of a block of {layout}")
+        buffer = self._take(self.occupied_bytes(layout))
+        np.copyto(_bits(buffer.memory, layout), source)
+        self._stored[key] = (buffer, layout.nbytes)
+        return ()
+
+    def _start_read(
+        self, keys: Sequence[BlockKey], layout: BlockLayout, target: Bits
+    ) -> Sequence[ts.WriteFutures]:
+        for key, block_target in zip(keys, target, strict=True):
+            np.copyto(block_target, _bits(self.tensor(key), layout))
+        return ()
+
+    def _start_delete(self, key: BlockKey) -> Sequence[ts.Future[Any]]:
+        stored = self._stored.pop(key, None)
+        if stored is not None:
+            self._keep(stored[0])
+        return ()
+
+    def _take(self, nbytes: int) -> _Buffer:
+        """A buffer of exactly this size, for which room is taken already."""
+        with self._buffers_lock:
+            if self._kept.get(nbytes):
+                self._kept_bytes -= nbytes
+                return self._kept[nbytes].pop()
+            if self.capacity_bytes is not None:
+                self._give_way(self.capacity_bytes - nbytes)
+            buffer = _Buffer(nbytes)
+            self._mapped_bytes += nbytes
+            return buffer
+
+    def _keep(self, buffer: _Buffer) -> None:
+        """A buffer has lost its block."""
+        with self._buffers_lock:
+            whole = self._mapped_bytes if self.capacity_bytes is None else self.capacity_bytes
+            if self._kept_bytes + buffer.nbytes <= whole * _KEPT_SHARE:
+                self._kept.setdefault(buffer.nbytes, []).append(buffer)
+                self._kept_bytes += buffer.nbytes
+            else:
+                self._release(buffer)
+
+    def _give_way(self, mapped_bytes: int) -> None:
+        """Release kept buffers until no more than this is mapped."""
+        for kept in self._kept.values():
+            while kept and self._mapped_bytes > mapped_bytes:
+                buffer = kept.pop()
+                self._kept_bytes -= buffer.nbytes
+                self._release(buffer)
+
+    def _release(self, buffer: _Buffer) -> None:
+        buffer.release()
+        self._mapped_bytes -= buffer.nbytes
+
+
+def _bits(memory: torch.Tensor, layout: BlockLayout) -> Bits:
+    """A block in memory as the tiers see it, `[rows, row_elements]`."""
+    bits: Bits = as_bits(layout.over(memory, 1))[0]
+    return bits
