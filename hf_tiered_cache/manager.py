@@ -277,7 +277,7 @@ class KVCacheManager:
         """Start to load blocks for the layers that come next. Does not block.
 
         The layers are those that follow the last one used, in the order learnt so far, as many as there are
-        free buffers (at least `prefetch_layers`, per device). `update` and `fetch` then find the blocks on their way.
+        free buffers (at least `prefetch_layers`, per device). `update` and `fetch` find the blocks on their way.
 
         Args:
             request_id: which request.

@@ -10,8 +10,9 @@ import pytest
 import torch
 from transformers import DynamicCache, PreTrainedConfig
 
-from hf_tiered_cache import KVCacheManager, TieredCache, TieredCacheConfig, windows
+from hf_tiered_cache import KVCacheManager, TieredCache, TieredCacheConfig, residency, windows
 from hf_tiered_cache.pressure import MemoryState, WindowChange
+from hf_tiered_cache.replay import RecordingTable, Trace, replay
 
 from ..fakes import LateEngine, StagedLateEngine
 from ..models import generate, prompt_ids, tiny_llama
@@ -149,6 +150,33 @@ def test_every_block_moves_several_times(tmp_path: Path) -> None:
     assert torch.equal(tokens, expected_tokens) and torch.equal(logits, expected_logits)
     assert stats.blocks_promoted > 3 * stats.blocks_sealed, stats
     assert stats.blocks_demoted > 3 * stats.blocks_sealed, stats
+
+
+def test_default_policy_on_a_recorded_decode(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Exact decoding reads in a cycle: the default reaches what an oracle would, at any capacity."""
+    monkeypatch.setattr(residency, "HeatTable", RecordingTable)
+    model = tiny_llama()
+    with TieredCache(config=model.config, window_tokens=32, block_tokens=16) as cache:
+        generate(model, prompt_ids(200), cache, max_new_tokens=60)
+        opened = cache.manager._resources.residency
+        assert opened is not None and isinstance(opened.heat, RecordingTable)
+        opened.heat.trace.save(tmp_path / "decode.npz")
+    trace = Trace.load(tmp_path / "decode.npz")
+    assert trace.steps >= 59 and trace.most_blocks >= 4 * 13
+    for share in (0.25, 0.5, 0.75):
+        capacity = int(share * trace.most_blocks)
+        found, best = (replay(trace, policy, capacity).hit_rate for policy in ("pinned", "belady"))
+        assert found is not None and best is not None and found >= 0.95 * best
+
+
+@pytest.mark.parametrize("name", ["smollm2-top-p", "smollm2-top-k"])
+def test_heat_on_what_a_real_model_chose(name: str) -> None:
+    """Which blocks of 64 tokens SmolLM2-135M attends to most, in real text."""
+    trace = Trace.load(Path(__file__).parents[2] / "docs" / "traces" / f"{name}.npz")
+    for share in (0.1, 0.25, 0.5):
+        capacity = int(share * trace.most_blocks)
+        found, best = (replay(trace, policy, capacity).hit_rate for policy in ("heat", "belady"))
+        assert found is not None and best is not None and found >= 0.85 * best
 
 
 class Accelerator:
