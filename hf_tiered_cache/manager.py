@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from concurrent.futures import CancelledError
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -368,12 +368,10 @@ class KVCacheManager:
         for request_id in self._book.abandoned():
             self._drop(self._book.remove(request_id))
 
-    @contextmanager
-    def _using(self, request_id: Hashable, adds_tokens: bool = False) -> Iterator[Request]:
+    def _using(self, request_id: Hashable, adds_tokens: bool = False) -> AbstractContextManager[Request]:
         """Work on a request, when nobody else does."""
         self._check(adds_tokens)
-        with self._book.using(request_id) as request:
-            yield request
+        return self._book.using(request_id)
 
     def _drop(self, request: Request) -> None:
         with request.lock:

@@ -7,7 +7,6 @@ from collections import Counter, deque
 from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from weakref import WeakKeyDictionary
 
 from .errors import CacheClosedError, ConfigError
 from .layers import LayerState
@@ -51,6 +50,21 @@ class LayerOrder:
 
 
 @dataclass(eq=False)
+class _Mark:
+    """A thread, and the request that it has called on last."""
+
+    thread: threading.Thread
+    last_request: Request | None = None
+
+
+class _Caller(threading.local):
+    """The calling thread's mark."""
+
+    def __init__(self) -> None:
+        self.mark = _Mark(threading.current_thread())
+
+
+@dataclass(eq=False)
 class Request:
     """One sequence, or a batch of sequences of one length. Its lock guards all but the first three.
 
@@ -59,14 +73,14 @@ class Request:
         namespace: what its blocks are called in the tiers.
         expected_tokens: length that its buffers are made for.
         lock: held by whoever works on it.
-        user: the thread that did so last.
+        user: who did so last.
     """
 
     request_id: Hashable
     namespace: str
     expected_tokens: int
     lock: TimedLock
-    user: threading.Thread | None = None
+    user: _Mark | None = None
     freed: bool = False
     layers: dict[int, LayerState] = field(default_factory=dict)
     layers_made: Counter[int] = field(default_factory=Counter)
@@ -94,7 +108,7 @@ class RequestBook:
         self._requests: dict[Hashable, Request] = {}
         self._namespaces = 0
         self._abandoned: deque[Hashable] = deque()
-        self._last_used_by: WeakKeyDictionary[threading.Thread, Request] = WeakKeyDictionary()
+        self._caller = _Caller()
 
     def make(self, request_id: Hashable, expected_tokens: int) -> Request:
         """A new request, which nobody finds until it is entered.
@@ -146,19 +160,17 @@ class RequestBook:
                 raise closed_error()
             if request.freed:
                 raise _no_request(request_id)
-            request.user = thread = threading.current_thread()
-            self._last_used_by[thread] = request
+            request.user = mark = self._caller.mark
+            mark.last_request = request
             yield request
 
     def is_at_rest(self, request: Request) -> bool:
         """Whether what the last call on this request returned is not read any more: the thread that called has
         gone on to another request, or has ended. Ask with the request's lock held."""
         user = request.user
-        return (
-            user in (None, threading.current_thread())
-            or not user.is_alive()
-            or self._last_used_by.get(user) is not request
-        )
+        if user is None or user is self._caller.mark:
+            return True
+        return user.last_request is not request or not user.thread.is_alive()
 
     def remove(self, request_id: Hashable) -> Request:
         """Let a request not be found any more; who waits for it will be told.
