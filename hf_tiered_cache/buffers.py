@@ -93,7 +93,7 @@ class GatherBuffers:
 
     def take(self, beyond: bool = False) -> LoadBuffer | None:
         """A buffer to load into; `None` when as many as there should be are taken, unless `beyond` that."""
-        self._leave_for_ended_threads()
+        self.leave_for_ended_threads()
         with self._lock:
             if self._free:
                 return self._free.pop()
@@ -133,7 +133,8 @@ class GatherBuffers:
     def _should_be(self) -> int:
         return self._ahead + max(1, len(self._readers))
 
-    def _leave_for_ended_threads(self) -> None:
+    def leave_for_ended_threads(self) -> None:
+        """What they read may be overwritten."""
         with self._lock:
             ended = [thread for thread in self._readers if not thread.is_alive()]
             readers = [self._readers.pop(thread) for thread in ended]

@@ -7,9 +7,10 @@ from concurrent.futures import CancelledError, Future
 
 import torch
 
-from .blocks import BlockLayout, BlockTable
+from .blocks import BlockLayout
 from .buffers import GatherBuffers
 from .errors import CacheClosedError
+from .layers import LayerState
 from .locks import TimedLock
 from .metrics import Metrics
 from .resident import ResidentPool
@@ -73,28 +74,29 @@ class Lane:
             wait=lambda event: event.wait(),
         )
 
-    def seal_oldest(self, window: WindowBuffer, table: BlockTable, block_tokens: int) -> None:
-        """Move the window's oldest block into the table and start its way to storage.
+    def seal_oldest(self, layer: LayerState) -> None:
+        """Move the oldest block of a layer's window into its table and start its way to storage.
 
         Blocks only while all staging slots are in use, which is counted as a stall.
 
         Raises:
             TierError: storage failed and no slot will come free; window and table are unchanged.
         """
-        layout = window.geometry.layout(block_tokens)
+        layout = layer.geometry.layout(layer.block_tokens)
         with self._metrics.stall("write"):
             slot = self._staging.acquire(layout.nbytes, check=self._write_back.retry)
         try:
             with self._packing:
-                event, resident = self._pack_and_copy(window, layout, slot.buffer[: layout.nbytes])
+                event, resident = self._pack_and_copy(layer.window, layout, slot.buffer[: layout.nbytes])
         except BaseException:  # out of memory, say
             slot.pool.release(slot)
             raise
-        block = table.seal(layout)
+        with layer.changing:
+            block = layer.table.seal(layout)
+            layer.window.drop_oldest_block()
         self._write_back.add(block, slot, event)
         if resident is not None:
             self.resident.enter(block, resident, ready=self.engine.record_compute())
-        window.drop_oldest_block()
         self._metrics.count(blocks_sealed=1, L0_read=layout.nbytes)
 
     def _pack_and_copy(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,6 +28,7 @@ class LayerState:
         table: its sealed blocks.
         sink_tokens, block_tokens: as set.
 
+    `changing` is held while tokens are between window and table, for those who count them from other threads.
     `streamed` says that attention takes it part by part, so that nobody needs it whole; `growing`, that its window
     was made larger and takes the newest blocks back.
     """
@@ -41,6 +43,7 @@ class LayerState:
         self.block_tokens = block_tokens
         self.streamed = False
         self.growing = False
+        self.changing = threading.Lock()
 
     @classmethod
     def empty(
@@ -70,6 +73,11 @@ class LayerState:
     def tokens(self) -> int:
         """Tokens of the sequence."""
         return self.window.tokens + self.sealed_tokens
+
+    def count_tokens(self) -> int:
+        """`tokens`, for a thread that does not hold the request's lock."""
+        with self.changing:
+            return self.tokens
 
     def tokens_in(self, place: str) -> int:
         """Tokens in sealed blocks whose nearest stored copy is in this tier."""

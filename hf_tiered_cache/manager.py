@@ -156,20 +156,21 @@ class KVCacheManager:
 
     def batch_size(self, request_id: Hashable, layer_id: int) -> int | None:
         """Rows of a layer's batch; `None` before its first `append`."""
-        layer = self._book.find(request_id).layers.get(layer_id)
-        return None if layer is None else layer.geometry.batch
+        with self._book.using(request_id) as request:
+            return request.layers[layer_id].geometry.batch if layer_id in request.layers else None
 
     def tokens(self, request_id: Hashable, layer_id: int) -> int:
         """Tokens that a layer holds; 0 before its first `append`."""
-        layer = self._book.find(request_id).layers.get(layer_id)
-        return 0 if layer is None else layer.tokens
+        with self._book.using(request_id) as request:
+            return request.layers[layer_id].tokens if layer_id in request.layers else 0
 
     def overflows(self, request_id: Hashable, layer_id: int, new_tokens: int) -> bool:
         """Whether blocks of a layer have left its window, or will when so many tokens are added."""
-        layer = self._book.find(request_id).layers.get(layer_id)
-        if layer is None:
-            return new_tokens > self.config.sink_tokens + self._windows.tokens + self.config.block_tokens
-        return bool(layer.table) or not layer.window.fits(new_tokens)
+        with self._book.using(request_id) as request:
+            layer = request.layers.get(layer_id)
+            if layer is None:
+                return new_tokens > self.config.sink_tokens + self._windows.tokens + self.config.block_tokens
+            return bool(layer.table) or not layer.window.fits(new_tokens)
 
     # -- data -------------------------------------------------------------------------------------------------
 
@@ -198,8 +199,8 @@ class KVCacheManager:
 
         Returns:
             K `[B, Hk, S, Dk]` and V `[B, Hv, S, Dv]`, views of reused buffers: valid until this thread's next
-            call, and not to be written to. What was enqueued on the current stream before that call may still
-            read them.
+            call, or another thread's on this request, and not to be written to. What was enqueued on the current
+            stream before that call may still read them.
 
         Raises:
             ConfigError: as for `append`.

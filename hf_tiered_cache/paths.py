@@ -62,10 +62,7 @@ class DataPaths:
             TierError: windows must shrink, and storage failed; what was not sealed is still in the window.
         """
         if request.order.observe(layer_idx):
-            if self._resources.residency is not None:
-                self._resources.residency.step()
-                assert self._resources.write_back is not None
-                self._resources.write_back.balance_soon()
+            self._resources.step()
             if self._windows.automatic:
                 self._windows.step()
                 self._shrink_windows(request)
@@ -112,9 +109,9 @@ class DataPaths:
     def _take_block_back(self, layer: LayerState) -> None:
         last = len(layer.table) - 1
         self._residency.touch(layer.table.slots[last:])
-        with self._prefetcher.apart(layer, self._lane(layer), [last]) as (keys, values):
+        with self._prefetcher.apart(layer, self._lane(layer), [last]) as (keys, values), layer.changing:
             layer.window.prepend_block(keys, values)
-        self._residency.truncate(layer.table, last)
+            self._residency.truncate(layer.table, last)
 
     def append(self, layer: LayerState, key: torch.Tensor, value: torch.Tensor) -> None:
         """Add tokens `[B, H, T, D]` to the window, in pieces that it has room for, and seal what it has too many.
@@ -135,7 +132,7 @@ class DataPaths:
 
     def seal(self, layer: LayerState) -> None:
         """Move the window's oldest block into the table and on its way to storage."""
-        self._lane(layer).seal_oldest(layer.window, layer.table, layer.block_tokens)
+        self._lane(layer).seal_oldest(layer)
 
     def evict(self, layer: LayerState) -> int:
         """Seal every full block of the window; returns how many. What is sealed when this raises stays so."""
@@ -248,11 +245,12 @@ class DataPaths:
         first = layer.sink_tokens + keep_blocks * layer.block_tokens
         # Read before anything is dropped, so that a failure leaves the layer as it was.
         border = self.fetch(layer, np.arange(first, first + border_tokens))
-        layer.window.crop(layer.window.held_tokens)
-        self._residency.truncate(layer.table, keep_blocks)
-        if border_tokens:
-            layer.window.append(*border)
-        layer.window.crop(layer.tokens - keep_tokens)
+        with layer.changing:
+            layer.window.crop(layer.window.held_tokens)
+            self._residency.truncate(layer.table, keep_blocks)
+            if border_tokens:
+                layer.window.append(*border)
+            layer.window.crop(layer.tokens - keep_tokens)
 
     def prefetch(self, request: Request, positions: Positions | None) -> int:
         """Start loads of the blocks that hold these positions, or that are likely to be read, for the layers that

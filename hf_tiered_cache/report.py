@@ -42,7 +42,7 @@ def snapshot(resources: Resources, windows: Windows, layers: Sequence[LayerState
         )
     l1 = resources.tiers.get("L1")
     return metrics.snapshot(
-        sequence_tokens=max((layer.tokens for layer in layers), default=0),
+        sequence_tokens=max((layer.count_tokens() for layer in layers), default=0),
         window_tokens=windows.tokens,
         window_changes=windows.changes,
         tiers=tiers,

@@ -129,6 +129,15 @@ class Resources:
             )
         return seat.stream
 
+    def step(self) -> None:
+        """A forward pass begins."""
+        for lane in list(self._lanes.values()):
+            lane.buffers.leave_for_ended_threads()
+        if self.write_back is not None:
+            assert self.residency is not None
+            self.residency.step()
+            self.write_back.balance_soon()
+
     def forget(self, layer: LayerState) -> None:
         """A layer goes away: drop what is being loaded of it."""
         if self.prefetcher is not None:
