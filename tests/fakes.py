@@ -11,8 +11,10 @@ from typing import Any
 import tensorstore as ts
 import torch
 
+from hf_tiered_cache import TieredCacheConfig
 from hf_tiered_cache.blocks import Bits, BlockKey, BlockLayout
 from hf_tiered_cache.metrics import Metrics
+from hf_tiered_cache.pressure import WindowChange
 from hf_tiered_cache.tiers import NvmeTier, register_tier
 from hf_tiered_cache.transfer.engine import CpuCopyEngine, Event
 
@@ -119,6 +121,24 @@ class FaultyTier(NvmeTier):
         if FAULTS.delete_error:
             raise ValueError(FAULTS.delete_error)
         return super()._start_delete(key)
+
+
+class RandomGovernor:
+    """In place of `WindowGovernor`: another size at each step, one to nine blocks."""
+
+    def __init__(self, config: TieredCacheConfig, probe: object) -> None:
+        self._random = random.Random(0)
+        self._block_tokens = config.block_tokens
+        self._step = 0
+        self.window_tokens = config.window_floor_tokens
+        self.changes: list[WindowChange] = []
+
+    def observe(self, device: torch.device, *, step: int, **memory: int) -> int:
+        if step != self._step:
+            self._step = step
+            self.window_tokens = self._random.randint(1, 9) * self._block_tokens
+            self.changes.append(WindowChange(step, self.window_tokens))
+        return self.window_tokens
 
 
 def random_kv(

@@ -14,15 +14,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch.nn.functional import scaled_dot_product_attention
 
-from hf_tiered_cache import KVCacheManager, TieredCacheConfig
+from hf_tiered_cache import KVCacheManager, TieredCacheConfig, windows
 
-from ..fakes import LateEngine, StagedLateEngine, random_kv
+from ..fakes import LateEngine, RandomGovernor, StagedLateEngine, random_kv
 
 # More for a long run: HF_TIERED_EXAMPLES=2000 pytest tests/faults/test_random_use.py
 EXAMPLES = int(os.environ.get("HF_TIERED_EXAMPLES", "25"))
 LAYERS = 3
 SHAPES = ((2, 8), (2, 4))
 QUERY_HEADS = 4
+BLOCK_ROW_BYTES = 16 * 24 * 4
 Layer = tuple[torch.Tensor, torch.Tensor]
 
 token_counts = st.sampled_from([1, 1, 2, 15, 16, 17, 40, 90])
@@ -34,9 +35,13 @@ class RandomUse(RuleBasedStateMachine):
     """`model` holds what the manager should: per request and layer, K and V as plain tensors."""
 
     @initialize(
-        window=st.sampled_from([16, 24, 48]),
+        window=st.sampled_from([16, 24, 48, "auto"]),
         sink=st.sampled_from([0, 5, 16]),
-        storage=st.sampled_from(["l1", "l2", "both"]),
+        storage=st.sampled_from(["l1", "l2", "both", "all"]),
+        resident_blocks=st.sampled_from([0, 3]),
+        eviction=st.sampled_from(["pinned", "heat", "lru", "fifo", "random"]),
+        protection_steps=st.sampled_from([0, 2]),
+        watermarks=st.sampled_from([(0.4, 0.7), (0.8, 0.9), (1.0, 1.0)]),
         prefetch_layers=st.integers(1, 3),
         staging=st.sampled_from([1, 2, 8]),
         stream_buffers=st.integers(2, 4),
@@ -45,9 +50,13 @@ class RandomUse(RuleBasedStateMachine):
     )
     def start(
         self,
-        window: int,
+        window: int | str,
         sink: int,
         storage: str,
+        resident_blocks: int,
+        eviction: str,
+        protection_steps: int,
+        watermarks: tuple[float, float],
         prefetch_layers: int,
         staging: int,
         stream_buffers: int,
@@ -56,6 +65,8 @@ class RandomUse(RuleBasedStateMachine):
     ) -> None:
         torch.manual_seed(0)
         self.base = Path(tempfile.mkdtemp(prefix="random-use-"))
+        governor = windows.WindowGovernor
+        windows.WindowGovernor = RandomGovernor  # only asked for automatic windows
         self.manager = KVCacheManager(
             TieredCacheConfig(
                 window_tokens=window,
@@ -64,13 +75,21 @@ class RandomUse(RuleBasedStateMachine):
                 prefetch_layers=prefetch_layers,
                 staging_blocks=staging,
                 stream_buffers=stream_buffers,
-                stream_buffer_size=stream_blocks * 2 * 16 * 24 * 4,
+                stream_buffer_size=stream_blocks * 2 * BLOCK_ROW_BYTES,
+                resident_capacity=resident_blocks * 2 * BLOCK_ROW_BYTES,
+                host_capacity=5 * 4096 if storage == "all" else 0,
+                eviction=eviction,
+                protection_steps=protection_steps,
+                warmup_steps=0,
+                low_watermark=watermarks[0],
+                high_watermark=watermarks[1],
                 l1_path=self.base,
-                l1_capacity={"l1": None, "l2": 0, "both": 20 * 4096}[storage],
+                l1_capacity={"l1": None, "l2": 0}.get(storage, 20 * 4096),
                 l2_url=None if storage == "l1" else self.base,
             ),
             engine_factory=functools.partial(engine, max_delay_seconds=0.0005),
         )
+        windows.WindowGovernor = governor
         self.model: dict[str, dict[int, Layer]] = {}
         self.names = 0
         self.allocate()
@@ -193,9 +212,10 @@ class RandomUse(RuleBasedStateMachine):
         self.manager.flush()
 
     @invariant()
-    def l1_stays_within_its_capacity(self) -> None:
-        l1 = self.manager.stats().tiers["L1"]
-        assert l1.capacity_bytes is None or l1.bytes <= l1.capacity_bytes
+    def tiers_stay_within_their_capacities(self) -> None:
+        tiers = self.manager.stats().tiers
+        for name in ("host", "L1"):
+            assert tiers[name].capacity_bytes is None or tiers[name].bytes <= tiers[name].capacity_bytes
 
     def teardown(self) -> None:
         if not hasattr(self, "manager"):
@@ -208,7 +228,8 @@ class RandomUse(RuleBasedStateMachine):
                 self.manager.free(request)
             self.manager.flush()
             stats = self.manager.stats()
-            assert all(stats.tiers[name].bytes == stats.tiers[name].blocks == 0 for name in ("L1", "L2"))
+            assert all(stats.tiers[name].bytes == stats.tiers[name].blocks == 0 for name in ("host", "L1", "L2"))
+            assert stats.tiers["L0"].blocks == 0
         finally:
             self.manager.close()
         assert self.manager.stats().l0_bytes == 0

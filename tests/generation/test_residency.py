@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,10 @@ import torch
 from transformers import DynamicCache, PreTrainedConfig
 
 from hf_tiered_cache import KVCacheManager, TieredCache, TieredCacheConfig, residency, windows
-from hf_tiered_cache.pressure import MemoryState, WindowChange
+from hf_tiered_cache.pressure import MemoryState
 from hf_tiered_cache.replay import RecordingTable, Trace, replay
 
-from ..fakes import LateEngine, StagedLateEngine
+from ..fakes import LateEngine, RandomGovernor, StagedLateEngine
 from ..models import generate, prompt_ids, tiny_llama
 from .modes import BLOCK_TOKENS, MODES
 from .test_equality import expected_outcome
@@ -31,23 +30,6 @@ RESTLESS = {
 }
 MODELS = ["llama", "gemma2", "deepseekv3", "qwen3next", "gptoss", "gemma3n", "falcon"]
 MATRIX = [(name, mode) for name in MODELS for mode in MODES if ZOO[name].refusal(mode) is None]
-
-
-class RandomGovernor:
-    """Another size at each step, in whole blocks."""
-
-    def __init__(self, config: TieredCacheConfig, probe: object) -> None:
-        self._random = random.Random(0)
-        self._step = 0
-        self.window_tokens = 2 * BLOCK_TOKENS
-        self.changes: list[WindowChange] = []
-
-    def observe(self, device: torch.device, *, step: int, **memory: int) -> int:
-        if step != self._step:
-            self._step = step
-            self.window_tokens = self._random.randint(1, 9) * BLOCK_TOKENS
-            self.changes.append(WindowChange(step, self.window_tokens))
-        return self.window_tokens
 
 
 @pytest.fixture
