@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from .locks import TimedLock
+from .locks import ThreadReference, TimedLock, this_thread
 from .metrics import Metrics
 from .transfer.engine import CopyEngine, Event
 from .window import Geometry
@@ -48,7 +47,7 @@ class LoadBuffer:
 class _Reader:
     """A thread whose attention reads a buffer, or is about to; `compute` is the stream that it computes on."""
 
-    compute: Any
+    compute: Any = None
     buffer: LoadBuffer | None = None
 
 
@@ -70,24 +69,28 @@ class GatherBuffers:
         self._lock = TimedLock(metrics)
         self._free: list[LoadBuffer] = []
         self._made = 0
-        self._readers: dict[threading.Thread, _Reader] = {}
+        self._readers: dict[ThreadReference, _Reader] = {}
 
     def enter(self) -> None:
         """What the calling thread's attention has read so far may be overwritten; it will read more."""
-        self.leave()
         with self._lock:
-            self._readers[threading.current_thread()] = _Reader(self._engine.compute_stream())
+            reader = self._readers.setdefault(this_thread().reference, _Reader())
+            reader.compute = self._engine.compute_stream()
+            buffer, reader.buffer = reader.buffer, None
+        if buffer is not None:
+            self.give_back(buffer)
 
     def use(self, buffer: LoadBuffer) -> None:
         """The calling thread's attention is about to read this buffer, until its next `enter` or `leave`."""
-        reader = self._readers[threading.current_thread()]
+        reader = self._readers[this_thread().reference]
         assert reader.buffer is None
+        self._engine.computes_with(buffer.storage)
         reader.buffer = buffer
 
     def leave(self) -> None:
         """The attention of the calling thread that read a buffer has been enqueued: it may be overwritten then."""
         with self._lock:
-            reader = self._readers.pop(threading.current_thread(), None)
+            reader = self._readers.pop(this_thread().reference, None)
         if reader is not None and reader.buffer is not None:
             self.give_back(reader.buffer)
 
@@ -136,8 +139,8 @@ class GatherBuffers:
     def leave_for_ended_threads(self) -> None:
         """What they read may be overwritten."""
         with self._lock:
-            ended = [thread for thread in self._readers if not thread.is_alive()]
-            readers = [self._readers.pop(thread) for thread in ended]
+            ended = [reference for reference in self._readers if reference() is None]
+            readers = [self._readers.pop(reference) for reference in ended]
         for reader in readers:
             if reader.buffer is not None:
                 self.give_back(reader.buffer, reader.compute)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -93,8 +94,9 @@ class CacheBinding:
         self._users.discard(self.request_id)
         if not self._users:
             self.manager.close()
-        elif not self.manager.closed:
-            self.manager.free(self.request_id)
+        else:
+            with suppress(CacheClosedError):  # another copy was the last just now
+                self.manager.free(self.request_id)
 
     def abandon(self) -> None:
         """The cache was garbage-collected. A manager that nobody else refers to goes the same way."""

@@ -93,8 +93,8 @@ class Lane:
             raise
         with layer.changing:
             block = layer.table.seal(layout)
+            self._write_back.add(block, slot, event)
             layer.window.drop_oldest_block()
-        self._write_back.add(block, slot, event)
         if resident is not None:
             self.resident.enter(block, resident, ready=self.engine.record_compute())
         self._metrics.count(blocks_sealed=1, L0_read=layout.nbytes)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Hashable, Sequence
 from concurrent.futures import CancelledError
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import numpy as np
 import torch
 
 from .config import TieredCacheConfig
-from .errors import CacheClosedError, ConfigError
+from .errors import ConfigError
 from .layers import LayerState
 from .locks import TimedLock
 from .metrics import CacheStats
@@ -65,7 +64,7 @@ class KVCacheManager:
         self._book = RequestBook(self._resources.metrics)
         self._windows = Windows(self.config, memory_probe, self._resources.metrics)
         self._paths = DataPaths(self._resources, self._book, self._windows)
-        self._closing = TimedLock(self._resources.metrics, reentrant=True)
+        self._closing = TimedLock(self._resources.metrics)
         self._finalizer = weakref.finalize(self, self._resources.close_elsewhere)
         self._finalizer.atexit = False
 
@@ -156,21 +155,20 @@ class KVCacheManager:
 
     def batch_size(self, request_id: Hashable, layer_id: int) -> int | None:
         """Rows of a layer's batch; `None` before its first `append`."""
-        with self._book.using(request_id) as request:
-            return request.layers[layer_id].geometry.batch if layer_id in request.layers else None
+        layer = self._book.find(request_id).layers.get(layer_id)
+        return None if layer is None else layer.geometry.batch
 
     def tokens(self, request_id: Hashable, layer_id: int) -> int:
-        """Tokens that a layer holds; 0 before its first `append`."""
-        with self._book.using(request_id) as request:
-            return request.layers[layer_id].tokens if layer_id in request.layers else 0
+        """Tokens that a layer holds; 0 before its first `append`. Does not wait for a call that runs."""
+        layer = self._book.find(request_id).layers.get(layer_id)
+        return 0 if layer is None else layer.count_tokens()
 
     def overflows(self, request_id: Hashable, layer_id: int, new_tokens: int) -> bool:
         """Whether blocks of a layer have left its window, or will when so many tokens are added."""
-        with self._book.using(request_id) as request:
-            layer = request.layers.get(layer_id)
-            if layer is None:
-                return new_tokens > self.config.sink_tokens + self._windows.tokens + self.config.block_tokens
-            return bool(layer.table) or not layer.window.fits(new_tokens)
+        layer = self._book.find(request_id).layers.get(layer_id)
+        if layer is None:
+            return new_tokens > self.config.sink_tokens + self._windows.tokens + self.config.block_tokens
+        return bool(layer.table) or not layer.window.fits(new_tokens)
 
     # -- data -------------------------------------------------------------------------------------------------
 
@@ -360,14 +358,12 @@ class KVCacheManager:
         """No call after `close()`, and no new tokens before an earlier failure was heard."""
         if self.closed:
             raise closed_error()
-        if self._resources.owner_pid != os.getpid():
-            raise CacheClosedError(
-                "the cache belongs to the parent process, and so do its threads: make a new one"
-            )
+        self._resources.check_process()
         if adds_tokens and self._resources.write_back is not None:
             self._resources.write_back.raise_failure()
         for request_id in self._book.abandoned():
-            self._drop(self._book.remove(request_id))
+            with suppress(ConfigError):  # it was freed as well
+                self._drop(self._book.remove(request_id))
 
     def _using(self, request_id: Hashable, adds_tokens: bool = False) -> AbstractContextManager[Request]:
         """Work on a request, when nobody else does."""
@@ -380,6 +376,7 @@ class KVCacheManager:
             for layer in request.layers.values():
                 self._paths.forget(layer)
             request.layers.clear()
+        self._book.gone(request)
 
     def _layer(self, request: Request, layer_id: int, key: torch.Tensor, value: torch.Tensor) -> LayerState:
         """The layer to which these tensors can be appended, made if it is the first time."""
@@ -389,6 +386,7 @@ class KVCacheManager:
             layer = self._paths.new_layer(request, layer_id, geometry, key.device)
         else:
             layer.check_fits(geometry, key.device)
+            layer.window.follow()
         self._paths.begin(request, layer_id)
         return layer
 
@@ -396,4 +394,6 @@ class KVCacheManager:
 def _existing_layer(request: Request, layer_id: int) -> LayerState:
     if layer_id not in request.layers:
         raise ConfigError(f"layer {layer_id} of {request.request_id!r} holds nothing yet: append() to it first")
-    return request.layers[layer_id]
+    layer = request.layers[layer_id]
+    layer.window.follow()
+    return layer

@@ -81,9 +81,13 @@ class Mover:
             occupied = tier.occupied_bytes(block.layout)
             if tier.capacity_bytes is not None and occupied > tier.capacity_bytes:
                 continue
-            while not self._can_take(tier, block, occupied) and self._make_room(tier):
+            if tier.name in block.leaving:
+                self._residency.collect()
+            if tier.name in block.leaving:
+                continue  # an older copy of the same name is still to be deleted
+            while not tier.has_room(occupied) and self._make_room(tier):
                 pass
-            if self._can_take(tier, block, occupied):
+            if tier.has_room(occupied):
                 return tier
         held = ", ".join(f"{tier.name} {tier.used_bytes} of {tier.capacity_bytes} bytes used" for tier in tiers)
         raise TierFullError(
@@ -144,9 +148,6 @@ class Mover:
 
     # -- down ---------------------------------------------------------------------------------------------------
 
-    def _can_take(self, tier: Tier, block: Block, occupied: int) -> bool:
-        return tier.has_room(occupied) and tier.name not in block.leaving
-
     def _is_above(self, tier: Tier, watermark: float) -> bool:
         return tier.capacity_bytes is not None and tier.used_bytes > watermark * tier.capacity_bytes
 
@@ -195,7 +196,8 @@ class Mover:
             TierError: one failed.
         """
         with self._residency.changed:
-            blocks = self._residency.places.blocks(slots)
+            # A slot may have become another block's since it was chosen.
+            blocks = [block for block in self._residency.places.blocks(slots) if upper.name in block.copies]
             clean = [block for block in blocks if len(block.copies) > 1]
             for block in clean:
                 self._residency.remove_copy_locked(block, upper.name)
@@ -291,13 +293,16 @@ class Mover:
         payload = np.empty((len(blocks), layout.rows, layout.row_elements), layout.bits_dtype)
         try:
             self._residency.read(blocks, payload, wanted=False)
+            return payload
         except TierReadError as error:
-            # Whoever needs them will be told. Here, others can move instead.
-            logger.warning("cannot be moved: %s", error)
-            with self._residency.changed:
-                self._residency.places.hold(blocks, 1)  # never given back
+            if len(blocks) > 1:
+                for block in blocks:
+                    self._load([block])
+            else:  # whoever needs it will be told; here, others can move instead
+                logger.warning("cannot be moved: %s", error)
+                with self._residency.changed:
+                    self._residency.places.hold(blocks, 1)  # never given back
             return None
-        return payload
 
     def _sample(self, slots: Slots) -> Slots:
         if len(slots) <= _MOST_CANDIDATES:

@@ -84,7 +84,7 @@ class DataPaths:
             layer.growing = bool(layer.table) and window.takes_block_back
             if layer.growing:
                 self._take_block_back(layer)
-        elif window.has_block_to_seal:
+        else:
             self._seal_surplus(layer)
             window.release_surplus()
 
@@ -96,14 +96,15 @@ class DataPaths:
                 try:
                     if self._book.is_at_rest(other):
                         self._shrink_windows_of(other)
-                except TierError as error:
+                except (TierError, torch.OutOfMemoryError) as error:
                     logger.warning("a window of %r could not shrink: %s", other.request_id, error)
                 finally:
                     other.lock.release()
 
     def _shrink_windows_of(self, request: Request) -> None:
         for layer in request.layers.values():
-            if layer.window.window_tokens > self._windows.tokens:
+            if layer.window.window_tokens > self._windows.tokens or layer.window.has_block_to_seal:
+                layer.window.follow()
                 self.adapt(layer)
 
     def _take_block_back(self, layer: LayerState) -> None:
@@ -112,6 +113,8 @@ class DataPaths:
         with self._prefetcher.apart(layer, self._lane(layer), [last]) as (keys, values), layer.changing:
             layer.window.prepend_block(keys, values)
             self._residency.truncate(layer.table, last)
+        if not layer.table:
+            self._resources.forget(layer)
 
     def append(self, layer: LayerState, key: torch.Tensor, value: torch.Tensor) -> None:
         """Add tokens `[B, H, T, D]` to the window, in pieces that it has room for, and seal what it has too many.
@@ -136,6 +139,7 @@ class DataPaths:
 
     def evict(self, layer: LayerState) -> int:
         """Seal every full block of the window; returns how many. What is sealed when this raises stays so."""
+        layer.window.follow()
         sealed = 0
         while layer.window.held_tokens >= layer.block_tokens:
             self.seal(layer)
@@ -189,7 +193,9 @@ class DataPaths:
 
         When this raises while blocks are read, the layer is as before.
         """
-        layer.streamed = True
+        if not layer.streamed:
+            layer.streamed = True
+            self._resources.forget(layer)  # what is being loaded for the other form
         self.adapt(layer)
         new_tokens, tokens = key.shape[2], layer.tokens
         self._seal_surplus(layer)  # what storage refused before; there is no room otherwise
@@ -245,6 +251,7 @@ class DataPaths:
         first = layer.sink_tokens + keep_blocks * layer.block_tokens
         # Read before anything is dropped, so that a failure leaves the layer as it was.
         border = self.fetch(layer, np.arange(first, first + border_tokens))
+        self._resources.forget(layer)
         with layer.changing:
             layer.window.crop(layer.window.held_tokens)
             self._residency.truncate(layer.table, keep_blocks)
@@ -286,6 +293,7 @@ class DataPaths:
         """Give a request a layer with the same tokens: shared blocks, and a window of its own."""
         if layer.table:
             self._residency.retain(layer.table.blocks)
+        layer.window.follow()
         twin = layer.fork(request.block_namespace(layer_idx), layer_idx)
         request.layers[layer_idx] = twin
         self._windows.add(twin, request.namespace)

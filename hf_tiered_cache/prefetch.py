@@ -24,7 +24,7 @@ from .layers import LayerState
 from .locks import TimedLock
 from .metrics import Metrics
 from .residency import Residency
-from .transfer.engine import Event
+from .transfer.engine import BothEvents, Event
 
 logger = logging.getLogger(__name__)
 
@@ -48,14 +48,16 @@ class _Run:
 class Load:
     """Sealed blocks of one layer on their way into a buffer.
 
-    `loaded` has the blocks by their index in the table, `referenced` all that were asked for, which are referenced
-    until the load ends. `keys` and `values` are `[B, H, capacity, D]`.
+    The buffer may be written from `after` on. `loaded` has the blocks by their index in the table, `referenced`
+    all that were asked for, which are referenced until the load ends. `keys` and `values` are
+    `[B, H, capacity, D]`.
     """
 
     layer: LayerState
     lane: Lane
     owner: str
     buffer: LoadBuffer
+    after: Event
     capacity_tokens: int
     rows_version: int
     keys: torch.Tensor
@@ -104,6 +106,7 @@ class Prefetcher:
             load = self._load_into(buffer, layer, lane, owner, tokens)
         except torch.OutOfMemoryError:
             logger.debug("no memory to load layer %d ahead of time", layer.layer_idx)
+            lane.buffers.put_back(buffer)
             return False
         self._submit(load, block_indices)
         with self._lock:
@@ -133,7 +136,12 @@ class Prefetcher:
             self.cancel(load)
             load = None
         if load is None:
-            load = self._load_into(self._some_buffer(lane, owner), layer, lane, owner, tokens)
+            buffer = self._some_buffer(lane, owner)
+            try:
+                load = self._load_into(buffer, layer, lane, owner, tokens)
+            except BaseException:  # out of memory, say
+                lane.buffers.put_back(buffer)
+                raise
         # A crop, or a seal since, may have changed blocks after the load began.
         missing = [index for index, block in enumerate(blocks) if load.loaded.get(index) is not block]
         self._metrics.count(prefetch_misses=len(missing), prefetch_hits=len(blocks) - len(missing))
@@ -236,24 +244,26 @@ class Prefetcher:
         return buffer
 
     def _load_into(self, buffer: LoadBuffer, layer: LayerState, lane: Lane, owner: str, tokens: int) -> Load:
-        """A load without tasks; the buffer goes back when there is no memory.
+        """A load without tasks.
 
         Raises:
-            torch.OutOfMemoryError: that.
+            torch.OutOfMemoryError: the buffer cannot be made large enough.
         """
-        try:
-            capacity_tokens = buffer.fit(layer.geometry, tokens)
-        except BaseException:
-            lane.buffers.put_back(buffer)
-            raise
+        capacity_tokens = buffer.fit(layer.geometry, tokens)
         keys, values = layer.geometry.carve(buffer.storage, capacity_tokens)
-        return Load(layer, lane, owner, buffer, capacity_tokens, layer.table.rows_version, keys, values)
+        version = layer.table.rows_version
+        return Load(layer, lane, owner, buffer, buffer.released, capacity_tokens, version, keys, values)
 
     def _grow(self, load: Load, tokens: int) -> None:
         """Move what was loaded to a larger buffer: more tokens came at once than were expected."""
         filled = slice(0, load.layer.sink_tokens + load.layer.sealed_tokens)
         old_keys, old_values = load.keys, load.values
         old_storage, load.buffer.storage = load.buffer.storage, load.lane.engine.allocate(0)
+        try:
+            load.buffer.fit(load.layer.geometry, tokens)
+        except BaseException:  # out of memory, say
+            load.buffer.storage = old_storage
+            raise
         load.capacity_tokens = load.buffer.fit(load.layer.geometry, tokens)
         load.keys, load.values = load.layer.geometry.carve(load.buffer.storage, load.capacity_tokens)
         load.keys[:, :, filled].copy_(old_keys[:, :, filled])
@@ -288,12 +298,10 @@ class Prefetcher:
                         first_token = run.first_token + (first + piece.start) * layout.block_tokens
                         placement = _Placement(load, layout, run.rows, first_token)
                         if resident is not None:
-                            lane.engine.copies_in_wait(resident.ready)
-                            source = layout.over(resident.data, 1)
-                            lane.engine.copy_in(source, placement, after=load.buffer.released)
+                            source, after = layout.over(resident.data, 1), BothEvents(resident.ready, load.after)
+                            lane.engine.copy_in(source, placement, after)
                         else:
-                            self._read_and_place(lane, blocks[piece], placement, after=load.buffer.released)
-                self._metrics.count(L0_written=len(blocks) * layout.nbytes, blocks_loaded=len(blocks))
+                            self._read_and_place(lane, blocks[piece], placement, load.after)
         # Not only of this load's copies: one that was cancelled may still be writing to the same buffer.
         return lane.engine.record_copy_in()
 
@@ -307,6 +315,7 @@ class Prefetcher:
             raise
         lane.resident.keep(blocks, staged)
         lane.loading.busy_until(lane.engine.copy_in(staged, placement, after))
+        self._metrics.count(L0_written=len(blocks) * layout.nbytes, blocks_loaded=len(blocks))
 
     def cancel(self, load: Load) -> None:
         """Nobody will `finish` this load."""

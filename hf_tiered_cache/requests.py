@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter, deque
 from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
@@ -10,7 +9,7 @@ from dataclasses import dataclass, field
 
 from .errors import CacheClosedError, ConfigError
 from .layers import LayerState
-from .locks import TimedLock
+from .locks import ThreadReference, TimedLock, this_thread
 from .metrics import Metrics
 
 
@@ -50,21 +49,6 @@ class LayerOrder:
 
 
 @dataclass(eq=False)
-class _Mark:
-    """A thread, and the request that it has called on last."""
-
-    thread: threading.Thread
-    last_request: Request | None = None
-
-
-class _Caller(threading.local):
-    """The calling thread's mark."""
-
-    def __init__(self) -> None:
-        self.mark = _Mark(threading.current_thread())
-
-
-@dataclass(eq=False)
 class Request:
     """One sequence, or a batch of sequences of one length. Its lock guards all but the first three.
 
@@ -73,14 +57,12 @@ class Request:
         namespace: what its blocks are called in the tiers.
         expected_tokens: length that its buffers are made for.
         lock: held by whoever works on it.
-        user: who did so last.
     """
 
     request_id: Hashable
     namespace: str
     expected_tokens: int
     lock: TimedLock
-    user: _Mark | None = None
     freed: bool = False
     layers: dict[int, LayerState] = field(default_factory=dict)
     layers_made: Counter[int] = field(default_factory=Counter)
@@ -108,7 +90,8 @@ class RequestBook:
         self._requests: dict[Hashable, Request] = {}
         self._namespaces = 0
         self._abandoned: deque[Hashable] = deque()
-        self._caller = _Caller()
+        self._last_used: dict[ThreadReference, Request] = {}
+        self._leaving: set[Request] = set()
 
     def make(self, request_id: Hashable, expected_tokens: int) -> Request:
         """A new request, which nobody finds until it is entered.
@@ -120,7 +103,7 @@ class RequestBook:
             self._check_free(request_id)
             self._namespaces += 1
             namespace = f"request{self._namespaces - 1:04d}"
-        return Request(request_id, namespace, expected_tokens, TimedLock(self._metrics, reentrant=True))
+        return Request(request_id, namespace, expected_tokens, TimedLock(self._metrics))
 
     def enter(self, request: Request) -> None:
         """Let a request be found by its name.
@@ -160,20 +143,22 @@ class RequestBook:
                 raise closed_error()
             if request.freed:
                 raise _no_request(request_id)
-            request.user = mark = self._caller.mark
-            mark.last_request = request
+            self._last_used[this_thread().reference] = request
             yield request
 
     def is_at_rest(self, request: Request) -> bool:
-        """Whether what the last call on this request returned is not read any more: the thread that called has
-        gone on to another request, or has ended. Ask with the request's lock held."""
-        user = request.user
-        if user is None or user is self._caller.mark:
-            return True
-        return user.last_request is not request or not user.thread.is_alive()
+        """Whether nobody reads what calls on this request returned: all threads that called have gone on to other
+        requests, or have ended. Ask with the request's lock held."""
+        mine = this_thread().reference
+        for thread, last in list(self._last_used.items()):
+            if thread() is None:
+                self._last_used.pop(thread, None)
+            elif last is request and thread is not mine:
+                return False
+        return True
 
     def remove(self, request_id: Hashable) -> Request:
-        """Let a request not be found any more; who waits for it will be told.
+        """Let a request not be found any more; who waits for it will be told. `gone` follows.
 
         Raises:
             ConfigError: there is none.
@@ -181,13 +166,23 @@ class RequestBook:
         with self._lock:
             if request_id not in self._requests:
                 raise _no_request(request_id)
-            return self._requests.pop(request_id)
+            request = self._requests.pop(request_id)
+            self._leaving.add(request)
+            return request
+
+    def gone(self, request: Request) -> None:
+        """A request that was removed holds nothing any more."""
+        with self._lock:
+            self._leaving.discard(request)
+            for thread, last in list(self._last_used.items()):
+                if last is request:
+                    self._last_used.pop(thread, None)
 
     def close(self) -> list[Request]:
-        """Let no request be found or entered any more. Returns those that were there."""
+        """Let no request be found or entered any more. Returns those that were there, or are about to go."""
         with self._lock:
             self.closed = True
-            requests = list(self._requests.values())
+            requests = [*self._requests.values(), *self._leaving]
             self._requests.clear()
             return requests
 

@@ -140,7 +140,7 @@ class ResidentPool:
         for block in self._choose(blocks):
             data = self._reserve(nbytes)
             if data is None:
-                return
+                break
             first = blocks.index(block) * nbytes
             # The allocator may have given memory that the compute stream is not done with.
             ready = self._engine.copy_in_whole(flat[first : first + nbytes], data, self._engine.record_compute())

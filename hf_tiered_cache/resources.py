@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from .config import TieredCacheConfig
-from .errors import TierError
+from .errors import CacheClosedError, TierError
 from .eviction import make_eviction_policy
 from .heat import HeatTable
 from .host_memory import available_bytes
@@ -67,19 +67,30 @@ class Resources:
         self.write_back: WriteBack | None = None
         self.prefetcher: Prefetcher | None = None
         self.closed = False
-        self.owner_pid = os.getpid()
+        self._owner_pid = os.getpid()
         self._close_lock = threading.Lock()
         self._engine_factory = engine_factory
         self._background = Worker("write-back", BACKGROUND_NICENESS)
         self._engines: dict[torch.device, CopyEngine] = {}
         self._lanes: dict[torch.device, Lane] = {}
         self._seats: dict[torch.device, Seats] = {}
-        self._opening = TimedLock(self.metrics, reentrant=True)
+        self._opening = TimedLock(self.metrics)
         self._directories: list[PrivateDirectory] = []
         self._tier_classes = {"L1": TierRegistry.get(config.l1_tier), "L2": TierRegistry.get(config.l2_tier)}
         make_eviction_policy(config.eviction_policy, HeatTable(), config)
         self._l1_base = default_base() if config.l1_path is None else check_directory(config.l1_path, "l1_path")
         self._l2_base = check_directory(config.l2_directory, "l2_url") if config.l2_directory else None
+
+    def check_process(self) -> None:
+        """Raise in a child that was forked from the process which made this.
+
+        Raises:
+            CacheClosedError: it was.
+        """
+        if self._owner_pid != os.getpid():
+            raise CacheClosedError(
+                "the cache belongs to the parent process, and so do its threads: make a new one"
+            )
 
     def engine(self, device: torch.device) -> CopyEngine:
         """The copy engine of a device."""
@@ -99,9 +110,10 @@ class Resources:
         """
         lane = self._lanes.get(device)
         if lane is None:
+            engine = self.engine(device)
             with self._opening:
                 if device not in self._lanes:
-                    self._lanes[device] = self._open_lane(device)
+                    self._lanes[device] = self._open_lane(engine)
                 lane = self._lanes[device]
         return lane
 
@@ -145,11 +157,11 @@ class Resources:
         for seats in list(self._seats.values()):
             seats.forget(layer)
 
-    def _open_lane(self, device: torch.device) -> Lane:
+    def _open_lane(self, engine: CopyEngine) -> Lane:
         if self.write_back is None:
             self.write_back = self._open_tiers()
         assert self.residency is not None
-        engine, config = self.engine(device), self.config
+        config = self.config
         policy = make_eviction_policy(config.eviction_policy, self.residency.heat, config)
         resident = ResidentPool(engine, self.residency, policy, self.metrics, config.resident_bytes)
         return Lane(

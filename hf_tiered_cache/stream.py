@@ -29,7 +29,7 @@ from .layers import LayerState
 from .metrics import Metrics
 from .residency import Residency
 from .resident import ResidentCopy
-from .transfer.engine import Event
+from .transfer.engine import BothEvents, Event
 
 logger = logging.getLogger(__name__)
 
@@ -228,7 +228,6 @@ class BlockStream:
         """On the prefetch thread: read from the tiers, straight into the buffer where the host may write to it."""
         if load.cancelled:
             return None
-        nbytes = len(load.blocks) * load.layout.nbytes
         with self._lane.resident.pieces(load.blocks) as pieces:
             if self._lane.engine.host_writes:
                 self._read_in_place(load, pieces)
@@ -237,15 +236,13 @@ class BlockStream:
                 for piece, resident in pieces:
                     self._copy_in(load, piece, resident)
                 event = self._lane.engine.record_copy_in()
-        self._metrics.count(L0_written=nbytes, blocks_loaded=len(load.blocks))
         return event
 
     def _copy_in(self, load: _Load, piece: slice, resident: ResidentCopy | None) -> None:
         engine, loading, nbytes = self._lane.engine, self._lane.loading, load.layout.nbytes
         target = load.storage[piece.start * nbytes : piece.stop * nbytes]
         if resident is not None:
-            engine.copies_in_wait(resident.ready)
-            engine.copy_in_whole(resident.data, target, after=load.after)
+            engine.copy_in_whole(resident.data, target, BothEvents(resident.ready, load.after))
             return
         blocks = load.blocks[piece]
         staged = loading.next(target.numel())
@@ -256,7 +253,12 @@ class BlockStream:
             loading.retire()
             raise
         self._lane.resident.keep(blocks, payload)
-        loading.busy_until(engine.copy_in_whole(staged, target, after=load.after))
+        loading.busy_until(engine.copy_in_whole(staged, target, load.after))
+        self._count(blocks)
+
+    def _count(self, blocks: Sequence[Block]) -> None:
+        """These blocks came from the host."""
+        self._metrics.count(L0_written=len(blocks) * blocks[0].layout.nbytes, blocks_loaded=len(blocks))
 
     def _read_in_place(self, load: _Load, pieces: Sequence[tuple[slice, ResidentCopy | None]]) -> None:
         load.after.wait()
@@ -281,6 +283,7 @@ class BlockStream:
         for piece, resident in pieces:
             if resident is None:
                 self._lane.resident.keep(load.blocks[piece], payload[piece])
+                self._count(load.blocks[piece])
 
     def _wait(self, load: _Load) -> None:
         assert load.task is not None
@@ -288,6 +291,7 @@ class BlockStream:
 
     def _parts(self, load: _Load) -> Iterator[Part]:
         """A load's blocks, split where the row map changes."""
+        self._lane.engine.computes_with(load.storage)
         keys, values = load.layout.split(load.payload())
         for indices, run in load.layer.table.runs(range(load.first_block, load.end_block)):
             blocks = slice(indices[0] - load.first_block, indices[-1] + 1 - load.first_block)

@@ -141,6 +141,7 @@ class WindowBuffer:
         self._window_tokens = window_tokens
         self._block_tokens = block_tokens
         self._start = 0
+        self._stream = engine.compute_stream()
         self._buffer = engine.allocate(0)
         self._keys, self._values = geometry.carve(self._buffer, 0)
 
@@ -148,6 +149,14 @@ class WindowBuffer:
     def device(self) -> torch.device:
         """Where it lives."""
         return self._engine.device
+
+    def follow(self) -> None:
+        """The calling thread's compute stream goes on where another thread's left off."""
+        stream = self._engine.compute_stream()
+        if stream != self._stream:
+            self._engine.compute_waits(self._engine.record_compute(self._stream))
+            self._engine.computes_with(self._buffer)
+            self._stream = stream
 
     @property
     def tokens(self) -> int:
@@ -287,13 +296,14 @@ class WindowBuffer:
     def select_rows(self, rows: np.ndarray) -> None:
         """Let batch row `i` be what row `rows[i]` was. Copies the window."""
         index = torch.from_numpy(np.asarray(rows)).to(self._keys.device)
-        old_buffer, old_keys, old_values = self._buffer, self._keys, self._values
-        self.geometry = replace(self.geometry, batch=len(rows))
-        self._allocate(self._memory_tokens)
-        if self._memory_tokens:
-            self._keys.copy_(old_keys.index_select(0, index))
-            self._values.copy_(old_values.index_select(0, index))
-        self._engine.free(old_buffer)
+        geometry, memory_tokens = replace(self.geometry, batch=len(rows)), self._memory_tokens
+        buffer = self._engine.allocate(geometry.nbytes(memory_tokens))
+        keys, values = geometry.carve(buffer, memory_tokens)
+        if memory_tokens:
+            keys.copy_(self._keys.index_select(0, index))
+            values.copy_(self._values.index_select(0, index))
+        self._engine.free(self._buffer)
+        self.geometry, self._buffer, self._keys, self._values = geometry, buffer, keys, values
 
     def shrink(self) -> None:
         """Keep no more memory than what is held needs, in whole blocks."""
@@ -305,7 +315,8 @@ class WindowBuffer:
             self._engine, self.geometry, self._sink_tokens, self._window_tokens, self._block_tokens
         )
         twin.sink_held, twin.held_tokens, twin._start = self.sink_held, self.held_tokens, self._start
-        twin._allocate(self._memory_tokens)
+        twin._buffer = self._engine.allocate(self.geometry.nbytes(self._memory_tokens))
+        twin._keys, twin._values = self.geometry.carve(twin._buffer, self._memory_tokens)
         twin._keys.copy_(self._keys)
         twin._values.copy_(self._values)
         return twin
@@ -373,7 +384,3 @@ class WindowBuffer:
         self._engine.free(self._buffer)
         self._buffer, self._keys, self._values = buffer, keys, values
         self._start = 0
-
-    def _allocate(self, memory_tokens: int) -> None:
-        self._buffer = self._engine.allocate(self.geometry.nbytes(memory_tokens))
-        self._keys, self._values = self.geometry.carve(self._buffer, memory_tokens)

@@ -149,6 +149,7 @@ class Tier(ABC):
                     f"{self.name} is full: {self._used_bytes} of {self.capacity_bytes} bytes used, "
                     f"{occupied} more needed for layer {key.layer_idx}, block {key.block_idx}"
                 )
+            assert key not in self._block_bytes, f"{self.name} has {key} already"
             self._used_bytes += occupied
             self._block_bytes[key] = occupied
         describe = self._describe("writing", key)
@@ -188,6 +189,7 @@ class Tier(ABC):
         except (ValueError, OSError) as error:
             raise translate(error, describe) from error
         TierIO(deletes, describe).result()
+        self._forget(key)
         self._give_back(key)
 
     def flush(self) -> None:
@@ -205,7 +207,8 @@ class Tier(ABC):
     def _discard(self, key: BlockKey) -> None:
         try:
             self.delete(key)
-        except TierError:
+        except TierError:  # the device is failing altogether
+            self._forget(key)
             self._give_back(key)
 
     def _give_back(self, key: BlockKey) -> None:
@@ -221,7 +224,11 @@ class Tier(ABC):
     ) -> Sequence[ts.WriteFutures]: ...
 
     @abstractmethod
-    def _start_delete(self, key: BlockKey) -> Sequence[ts.Future[Any]]: ...
+    def _start_delete(self, key: BlockKey) -> Sequence[ts.Future[Any]]:
+        """Start to remove a block, nothing when it is not there; tried again when it fails."""
+
+    def _forget(self, key: BlockKey) -> None:
+        """A block has been removed."""
 
 
 def delete_chunk(store: ts.TensorStore, chunk_key: str) -> ts.Future[Any]:

@@ -103,11 +103,14 @@ class NvmeTier(Tier):
         return futures
 
     def _start_delete(self, key: BlockKey) -> Sequence[ts.Future[Any]]:
-        located = self._slots.pop(key, None)
+        located = self._slots.get(key)
         if located is None:
             return []
         array, slot = located
         return [delete_chunk(array.writable, f"c.{slot}.0.0")]
+
+    def _forget(self, key: BlockKey) -> None:
+        self._slots.pop(key, None)
 
     def _choose_io_mode(self, layout: BlockLayout) -> str:
         if layout.nbytes % _FILE_SYSTEM_BLOCK_BYTES:

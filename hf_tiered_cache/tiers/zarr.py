@@ -61,11 +61,14 @@ class ZarrTier(Tier):
         ]
 
     def _start_delete(self, key: BlockKey) -> Sequence[ts.Future[Any]]:
-        layout = self._layouts.pop(key, None)
+        layout = self._layouts.get(key)
         if layout is None:
             return []
         stores = [self._arrays[_group(key, layout), key.layer_idx, which] for which in ("keys", "values")]
         return [delete_chunk(store, f"c/0/0/{key.block_idx}/0") for store in stores]
+
+    def _forget(self, key: BlockKey) -> None:
+        self._layouts.pop(key, None)
 
     def _chunk(self, key: BlockKey, layout: BlockLayout, which: str) -> ts.TensorStore:
         """The part of an array that is this block, `[B, H, block_tokens, D]`; the array grows as needed."""

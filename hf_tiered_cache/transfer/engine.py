@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -32,6 +33,19 @@ class Event(Protocol):
 
     def wait(self) -> None:
         """Block the calling host thread until the stream has passed this point; re-raise a failed copy."""
+
+
+@dataclass(frozen=True)
+class BothEvents:
+    """Fires when two events have fired."""
+
+    first: Event
+    second: Event
+
+    def wait(self) -> None:
+        """As of `Event`."""
+        self.first.wait()
+        self.second.wait()
 
 
 class CopyEngine(ABC):
@@ -72,6 +86,10 @@ class CopyEngine(ABC):
         """The calling thread's compute stream, for `record_compute` from another thread."""
         return None
 
+    def computes_with(self, buffer: torch.Tensor) -> None:
+        """The calling thread's compute stream uses a buffer that another one may have allocated, so that it is not
+        given to anybody before both have passed its end."""
+
     @abstractmethod
     def record_compute(self, stream: Any = None) -> Event:
         """Mark a compute stream, the calling thread's when `None`, as it is now."""
@@ -108,10 +126,6 @@ class CopyEngine(ABC):
     def host_writes(self) -> bool:
         """Whether the device's memory is the host's, so that storage may be read straight into it."""
         return False
-
-    @abstractmethod
-    def copies_in_wait(self, event: Event) -> None:
-        """Let copies to the device that are asked for from now on wait for an event of any stream."""
 
     @abstractmethod
     def free_after_copies(self, buffer: torch.Tensor) -> None:
@@ -186,9 +200,6 @@ class CpuCopyEngine(CopyEngine):
     def host_writes(self) -> bool:
         return True
 
-    def copies_in_wait(self, event: Event) -> None:
-        self._in.submit(event.wait)
-
     def free_after_copies(self, buffer: torch.Tensor) -> None:
         try:
             self._in.submit(lambda: self.free(buffer))
@@ -235,6 +246,9 @@ class CudaCopyEngine(CopyEngine):
     def compute_stream(self) -> Any:
         return torch.cuda.current_stream(self.device)
 
+    def computes_with(self, buffer: torch.Tensor) -> None:
+        buffer.record_stream(torch.cuda.current_stream(self.device))
+
     def record_compute(self, stream: Any = None) -> Event:
         return _CudaEvent(stream or torch.cuda.current_stream(self.device))
 
@@ -252,8 +266,9 @@ class CudaCopyEngine(CopyEngine):
             nbytes = source.numel() * source.element_size()
             if self._landing.numel() < nbytes:
                 # Allocated on the copy-in stream: a smaller one, still in use there, is recycled in stream order.
+                landing = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
                 self._metrics.allocated_l0(nbytes - self._landing.numel())
-                self._landing = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+                self._landing = landing
             landed = self._landing[:nbytes].view(source.dtype).view(source.shape)
             landed.copy_(source, non_blocking=True)
             _wait_on(self._in, after)
@@ -266,9 +281,6 @@ class CudaCopyEngine(CopyEngine):
             _wait_on(self._in, after)
             target.copy_(source, non_blocking=True)
             return _CudaEvent(self._in)
-
-    def copies_in_wait(self, event: Event) -> None:
-        _wait_on(self._in, event)
 
     def free_after_copies(self, buffer: torch.Tensor) -> None:
         with torch.cuda.stream(self._in):  # the caching allocator waits for it anyway; see `_allocate`
@@ -294,6 +306,10 @@ class _CudaEvent:
 
 
 def _wait_on(stream: torch.cuda.Stream, event: Event) -> None:
+    if isinstance(event, BothEvents):
+        _wait_on(stream, event.first)
+        _wait_on(stream, event.second)
+        return
     assert isinstance(event, _CudaEvent)
     stream.wait_event(event.event)
 
