@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 
 import torch
 
-from .blocks import BlockLayout
+from .blocks import Block, BlockLayout
 from .buffers import GatherBuffers
 from .errors import CacheClosedError
 from .layers import LayerState
 from .locks import TimedLock
 from .metrics import Metrics
+from .residency import Residency
 from .resident import ResidentPool
-from .transfer.engine import CopyEngine, Event
+from .transfer.engine import BothEvents, CopyEngine, Event
 from .transfer.staging import SlotRing, StagingPool
 from .transfer.worker import AWAITED_NICENESS, Worker
 from .window import WindowBuffer
@@ -22,6 +25,18 @@ from .writeback import WriteBack
 
 # One more block can be packed while the one before is copied out; likewise for loading.
 SLOTS_PER_RING = 2
+
+
+@dataclass(frozen=True)
+class Source:
+    """A block's bytes, flat uint8, where the copy engine can read them, from an event on."""
+
+    data: torch.Tensor
+    ready: Event | None = None
+
+    def after(self, event: Event) -> Event:
+        """When a copy may begin that must also wait for an event."""
+        return event if self.ready is None else BothEvents(self.ready, event)
 
 
 class Lane:
@@ -35,6 +50,7 @@ class Lane:
 
     Args:
         engine: of the device; closed with the lane.
+        residency: knows where blocks are.
         write_back: takes the sealed blocks.
         resident: blocks that stay on the device.
         metrics: of the manager.
@@ -45,6 +61,7 @@ class Lane:
     def __init__(
         self,
         engine: CopyEngine,
+        residency: Residency,
         write_back: WriteBack,
         resident: ResidentPool,
         metrics: Metrics,
@@ -56,6 +73,7 @@ class Lane:
         self.buffers = GatherBuffers(engine, metrics, ahead=prefetch_layers)
         self._packing = TimedLock(metrics)
         self.resident = resident
+        self._residency = residency
         self._write_back = write_back
         self._metrics = metrics
         self._staging = StagingPool(engine, staging_blocks)
@@ -130,6 +148,40 @@ class Lane:
         except CancelledError as error:
             raise CacheClosedError("the cache was closed while its blocks were being loaded") from error
 
+    @contextmanager
+    def sources(self, blocks: Sequence[Block]) -> Iterator[list[tuple[slice, Source | None]]]:
+        """Consecutive blocks in pieces: each that a copy to the device can read where it is by itself, and runs of
+        others, which must be read. On the prefetch thread; waits in the end for copies from host memory."""
+        nothing: list[torch.Tensor | None] = [None] * len(blocks)
+        host = nullcontext(nothing) if self.engine.host_writes else self._residency.in_memory(blocks)
+        with self.resident.copies(blocks) as resident, host as hosted:
+            sources: list[Source | None] = []
+            from_host = []
+            for block, copy, data in zip(blocks, resident, hosted, strict=True):
+                if copy is not None:
+                    sources.append(Source(copy.data, copy.ready))
+                elif data is not None:
+                    sources.append(Source(data))
+                    from_host.append(block)
+                else:
+                    sources.append(None)
+            try:
+                yield list(_pieces(sources))
+            finally:
+                if from_host:
+                    self.engine.record_copy_in().wait()
+            if from_host:
+                self._residency.count_in_memory(from_host)
+                self._metrics.count(
+                    L0_written=sum(block.layout.nbytes for block in from_host), blocks_loaded=len(from_host)
+                )
+
+    def keep(self, block: Block, source: Source) -> None:
+        """Consider to keep on the device a block that is being copied there. On the prefetch thread, within the
+        context of its source."""
+        if source.ready is None:
+            self.resident.keep([block], block.layout.over(source.data, 1))
+
     def close(self) -> None:
         """End the threads. Blocks until copies that run have finished. May be called twice."""
         self.worker.close()
@@ -138,3 +190,15 @@ class Lane:
         self.resident.close()
         self._pack.close()
         self.loading.close()
+
+
+def _pieces(sources: Sequence[Source | None]) -> Iterator[tuple[slice, Source | None]]:
+    first = 0
+    for index, source in enumerate(sources):
+        if source is not None:
+            if first < index:
+                yield slice(first, index), None
+            yield slice(index, index + 1), source
+            first = index + 1
+    if first < len(sources):
+        yield slice(first, len(sources)), None

@@ -24,7 +24,7 @@ from .layers import LayerState
 from .locks import TimedLock
 from .metrics import Metrics
 from .residency import Residency
-from .transfer.engine import BothEvents, Event
+from .transfer.engine import Event
 
 logger = logging.getLogger(__name__)
 
@@ -293,13 +293,13 @@ class Prefetcher:
                 if load.cancelled:
                     return None
                 blocks = run.blocks[first : first + step]
-                with lane.resident.pieces(blocks) as pieces:
-                    for piece, resident in pieces:
+                with lane.sources(blocks) as pieces:
+                    for piece, source in pieces:
                         first_token = run.first_token + (first + piece.start) * layout.block_tokens
                         placement = _Placement(load, layout, run.rows, first_token)
-                        if resident is not None:
-                            source, after = layout.over(resident.data, 1), BothEvents(resident.ready, load.after)
-                            lane.engine.copy_in(source, placement, after)
+                        if source is not None:
+                            lane.engine.copy_in(layout.over(source.data, 1), placement, source.after(load.after))
+                            lane.keep(blocks[piece.start], source)
                         else:
                             self._read_and_place(lane, blocks[piece], placement, load.after)
         # Not only of this load's copies: one that was cancelled may still be writing to the same buffer.

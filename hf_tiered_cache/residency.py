@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 
 import numpy as np
+import torch
 
 from .blocks import STAGING, Bits, Block, BlockCopy, BlockTable
 from .errors import TierError
@@ -176,6 +177,36 @@ class Residency:
                 if self._reading == 0:
                     self.changed.notify_all()
             self._collect_soon()
+
+    @contextmanager
+    def in_memory(self, blocks: Sequence[Block]) -> Iterator[list[torch.Tensor | None]]:
+        """For each block its nearest copy, flat uint8, if a device can read it where it is; valid inside the
+        context."""
+        tier = next(iter(self.tiers.values()))
+        with self.changed:
+            nearest = [next(iter(block.copies.values())) for block in blocks]
+            copies = [copy if copy.origin is tier else None for copy in nearest]
+            held = [(block, copy) for block, copy in zip(blocks, copies, strict=True) if copy is not None]
+            for _, copy in held:
+                copy.pins += 1
+            self.places.hold((block for block, _ in held), 1)
+        try:
+            yield [
+                None if copy is None else tier.tensor(block.key)
+                for block, copy in zip(blocks, copies, strict=True)
+            ]
+        finally:
+            with self.changed:
+                self.places.hold((block for block, _ in held), -1)
+                for block, copy in held:
+                    self.unpin_locked(block, copy)
+            self._collect_soon()
+
+    def count_in_memory(self, blocks: Sequence[Block]) -> None:
+        """A device has read these blocks where they are."""
+        name = next(iter(self.tiers))
+        nbytes = sum(block.layout.nbytes for block in blocks)
+        self._metrics.count(**{f"{name}_hits": len(blocks), f"{name}_read": nbytes})
 
     def _count_hits_locked(self, blocks: Sequence[Block], places: Sequence[str]) -> None:
         self._metrics.count(**{f"{place}_hits": count for place, count in Counter(places).items()})

@@ -106,9 +106,9 @@ class ResidentPool:
     # -- on the prefetch thread -------------------------------------------------------------------------------
 
     @contextmanager
-    def pieces(self, blocks: Sequence[Block]) -> Iterator[list[tuple[slice, ResidentCopy | None]]]:
-        """Consecutive blocks in pieces: each resident one by itself, with its copy, and runs of others. The copies
-        may be read by what is enqueued on the copy-in stream inside the context."""
+    def copies(self, blocks: Sequence[Block]) -> Iterator[list[ResidentCopy | None]]:
+        """The resident copy of each block, if there is one; they may be read by what is enqueued on the copy-in
+        stream inside the context."""
         with self._residency.changed:
             copies = [block.resident if isinstance(block.resident, ResidentCopy) else None for block in blocks]
             for copy in copies:
@@ -116,7 +116,7 @@ class ResidentPool:
                     copy.readers += 1
         self._metrics.count(L0_hits=sum(copy is not None for copy in copies))
         try:
-            yield list(_pieces(copies))
+            yield copies
         finally:
             with self._residency.changed:
                 for copy in copies:
@@ -175,15 +175,3 @@ class ResidentPool:
     def _free_locked(self, copy: ResidentCopy) -> None:
         self._engine.free_after_copies(copy.data)
         self.used_bytes -= copy.data.numel()
-
-
-def _pieces(copies: Sequence[ResidentCopy | None]) -> Iterator[tuple[slice, ResidentCopy | None]]:
-    first = 0
-    for index, copy in enumerate(copies):
-        if copy is not None:
-            if first < index:
-                yield slice(first, index), None
-            yield slice(index, index + 1), copy
-            first = index + 1
-    if first < len(copies):
-        yield slice(first, len(copies)), None

@@ -166,6 +166,7 @@ class Resources:
         resident = ResidentPool(engine, self.residency, policy, self.metrics, config.resident_bytes)
         return Lane(
             engine,
+            self.residency,
             self.write_back,
             resident,
             self.metrics,

@@ -24,12 +24,11 @@ import torch
 
 from .blocks import Block, BlockLayout, as_bits
 from .buffers import LoadBuffer
-from .lane import Lane
+from .lane import Lane, Source
 from .layers import LayerState
 from .metrics import Metrics
 from .residency import Residency
-from .resident import ResidentCopy
-from .transfer.engine import BothEvents, Event
+from .transfer.engine import Event
 
 logger = logging.getLogger(__name__)
 
@@ -228,21 +227,22 @@ class BlockStream:
         """On the prefetch thread: read from the tiers, straight into the buffer where the host may write to it."""
         if load.cancelled:
             return None
-        with self._lane.resident.pieces(load.blocks) as pieces:
+        with self._lane.sources(load.blocks) as pieces:
             if self._lane.engine.host_writes:
                 self._read_in_place(load, pieces)
                 event = None
             else:
-                for piece, resident in pieces:
-                    self._copy_in(load, piece, resident)
+                for piece, source in pieces:
+                    self._copy_in(load, piece, source)
                 event = self._lane.engine.record_copy_in()
         return event
 
-    def _copy_in(self, load: _Load, piece: slice, resident: ResidentCopy | None) -> None:
+    def _copy_in(self, load: _Load, piece: slice, source: Source | None) -> None:
         engine, loading, nbytes = self._lane.engine, self._lane.loading, load.layout.nbytes
         target = load.storage[piece.start * nbytes : piece.stop * nbytes]
-        if resident is not None:
-            engine.copy_in_whole(resident.data, target, BothEvents(resident.ready, load.after))
+        if source is not None:
+            engine.copy_in_whole(source.data[:nbytes], target, source.after(load.after))
+            self._lane.keep(load.blocks[piece.start], source)
             return
         blocks = load.blocks[piece]
         staged = loading.next(target.numel())
@@ -260,7 +260,7 @@ class BlockStream:
         """These blocks came from the host."""
         self._metrics.count(L0_written=len(blocks) * blocks[0].layout.nbytes, blocks_loaded=len(blocks))
 
-    def _read_in_place(self, load: _Load, pieces: Sequence[tuple[slice, ResidentCopy | None]]) -> None:
+    def _read_in_place(self, load: _Load, pieces: Sequence[tuple[slice, Source | None]]) -> None:
         load.after.wait()
         with self._storage_lock:
             if load.buffer.storage is not load.storage:  # given up since, see below
@@ -268,20 +268,20 @@ class BlockStream:
                 load.storage = load.buffer.storage
         payload = load.payload()
         try:
-            for piece, resident in pieces:
-                if resident is None:
+            for piece, source in pieces:
+                if source is None:
                     self._residency.read(load.blocks[piece], as_bits(payload[piece]))
                 else:
-                    resident.ready.wait()
-                    np.copyto(as_bits(payload[piece]), as_bits(load.layout.over(resident.data, 1)))
+                    source.after(load.after).wait()
+                    np.copyto(as_bits(payload[piece]), as_bits(load.layout.over(source.data, 1)))
         except BaseException:
             with self._storage_lock:  # a read without an answer in time may still write to it
                 if load.buffer.storage is load.storage:
                     self._lane.engine.free(load.storage)
                     load.buffer.storage = self._lane.engine.allocate(0)
             raise
-        for piece, resident in pieces:
-            if resident is None:
+        for piece, source in pieces:
+            if source is None:
                 self._lane.resident.keep(load.blocks[piece], payload[piece])
                 self._count(load.blocks[piece])
 

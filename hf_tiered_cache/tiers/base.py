@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import tensorstore as ts
+import torch
 
 from ..blocks import Bits, BlockKey, BlockLayout
 from ..config import TieredCacheConfig
@@ -176,6 +177,11 @@ class Tier(ABC):
             return TierIO(self._start_read(keys, layout, target), describe)
         except (ValueError, OSError, KeyError) as error:
             raise translate(error, describe) from error
+
+    def tensor(self, key: BlockKey) -> torch.Tensor | None:
+        """A stored block in memory that a device can read by itself, flat uint8, valid until `delete`; `None`
+        where there is no such memory."""
+        return None
 
     def delete(self, key: BlockKey) -> None:
         """Remove a block; its room is free afterwards.
