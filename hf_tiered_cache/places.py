@@ -54,6 +54,11 @@ class Places:
         """Slots of the blocks in a place that nobody is using."""
         return np.flatnonzero(self._masks[place] & (self._busy == 0))
 
+    def in_use(self, slots: Slots) -> Slots:
+        """Those of some slots whose blocks somebody is using."""
+        in_use: Slots = slots[self._busy[slots] != 0]
+        return in_use
+
     def everything_in(self, place: str) -> Slots:
         """Slots of all blocks in a place."""
         return np.flatnonzero(self._masks[place])

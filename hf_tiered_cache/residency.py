@@ -134,9 +134,10 @@ class Residency:
 
     def misses_locked(self) -> Slots:
         """Slots of blocks that were read from another tier than the nearest since the last call; some of them may
-        live no longer."""
+        live no longer. Those that are being used just now come again the next time."""
         missed = np.unique(np.array(self._missed, np.int64))
         self._missed.clear()
+        self._missed.extend(self.places.in_use(missed).tolist())
         return missed
 
     def wait_for_reads(self, seconds: float) -> None:
