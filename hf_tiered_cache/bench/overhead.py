@@ -30,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=64, help="decode steps per run (default %(default)s)")
     parser.add_argument("--pairs", type=int, default=7, help="pairs of runs (default %(default)s)")
     parser.add_argument("--layers", type=int, default=30, help="layers of the model (default %(default)s)")
+    parser.add_argument("--case", choices=("fits", "tiers"), help="only this one (default both)")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default %(default)s)")
     parser.add_argument("--dtype", default="float32", help="of the model (default %(default)s)")
 
@@ -56,6 +57,8 @@ def run(arguments: argparse.Namespace) -> None:
     }
     results = {}
     for name, options in cases.items():
+        if arguments.case not in (None, name):
+            continue
         ratios, prefill_ratios, stall_shares = [], [], []
         for pair in range(arguments.pairs + 1):
             runs = {}
