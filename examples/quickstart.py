@@ -375,7 +375,7 @@ def seconds(value: float | None) -> str:
 
 
 def size(value: float) -> str:
-    return f"{value / 2**20:,.1f} MiB"
+    return f"{value / 2**30:.1f} GiB" if value >= 2**30 else f"{value / 2**20:.1f} MiB"
 
 
 # --- the command line -------------------------------------------------------------------------------------
