@@ -19,7 +19,7 @@ from .residency import Residency
 from .resident import ResidentPool
 from .transfer.engine import BothEvents, CopyEngine, Event
 from .transfer.staging import SlotRing, StagingPool
-from .transfer.worker import AWAITED_NICENESS, Worker
+from .transfer.worker import AWAITED_NICENESS, AwaitedFirst, Worker
 from .window import WindowBuffer
 from .writeback import WriteBack
 
@@ -69,7 +69,7 @@ class Lane:
         staging_blocks: int,
     ) -> None:
         self.engine = engine
-        self.worker = Worker("prefetch", AWAITED_NICENESS)
+        self.worker = AwaitedFirst(Worker("prefetch", AWAITED_NICENESS))
         self.buffers = GatherBuffers(engine, metrics, ahead=prefetch_layers)
         self._packing = TimedLock(metrics)
         self.resident = resident
@@ -142,6 +142,8 @@ class Lane:
         try:
             with self._metrics.stall("read"):
                 for task in tasks:
+                    if not task.done():
+                        self.worker.hurry(task)
                     event = task.result()
                     if event is not None:
                         self.engine.compute_waits(event)

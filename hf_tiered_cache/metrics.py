@@ -111,8 +111,11 @@ class CacheStats:
         )
         rows.append(
             f"windows of {self.window_tokens:,} tokens; {self.blocks_demoted:,} blocks sank, "
-            f"{self.blocks_promoted:,} rose; swaps in the last 10 s: {self.swap_ins_per_second:.0f} in, "
-            f"{self.swap_outs_per_second:.0f} out per second; {self.lock_wait_seconds:.2f} s waiting for locks"
+            f"{self.blocks_promoted:,} rose; {self.lock_wait_seconds:.2f} s waiting for locks"
+        )
+        rows.append(
+            f"swaps in the last {_RATE_SECONDS} s: {self.swap_ins_per_second:.0f} blocks in and "
+            f"{self.swap_outs_per_second:.0f} out per second"
         )
         rows.append("(tokens per layer; blocks and bytes over all layers; L0's traffic is with the host)")
         return "\n".join(rows)

@@ -17,12 +17,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from .blocks import Block, BlockLayout, as_bits
+from .blocks import Block, as_bits
 from .buffers import LoadBuffer
 from .lane import Lane
 from .layers import LayerState
 from .locks import TimedLock
 from .metrics import Metrics
+from .placement import Placement, Run, compact, split_runs
 from .residency import Residency
 from .transfer.engine import Event
 
@@ -33,15 +34,6 @@ _READ_BYTES = 8 << 20
 # A request is idle when so many layers of others were updated since one of its own was.
 _IDLE_UPDATES = 8
 _REMEMBERED_REQUESTS = 256
-
-
-@dataclass(frozen=True)
-class _Run:
-    """Blocks that are read together and land side by side: one layout, one row map, consecutive targets."""
-
-    blocks: list[Block]
-    rows: np.ndarray[Any, Any]
-    first_token: int
 
 
 @dataclass(eq=False)
@@ -146,7 +138,7 @@ class Prefetcher:
         missing = [index for index, block in enumerate(blocks) if load.loaded.get(index) is not block]
         self._metrics.count(prefetch_misses=len(missing), prefetch_hits=len(blocks) - len(missing))
         if missing or not load.tasks:
-            self._submit(load, missing)
+            self._submit(load, missing, awaited=True)
         return load
 
     def finish(self, load: Load, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -195,7 +187,7 @@ class Prefetcher:
             self.cancel(load)
         self._metrics.count(prefetch_misses=len(block_indices))
         with self.apart(layer, lane, block_indices) as (keys, values):
-            yield keys, values, lambda offsets: _compact(offsets, block_indices, layer.block_tokens)
+            yield keys, values, lambda offsets: compact(offsets, block_indices, layer.block_tokens)
 
     def discard(self, layer: LayerState) -> None:
         """Forget the load of a layer, if there is one: its rows are changing or it goes away."""
@@ -218,7 +210,7 @@ class Prefetcher:
         tokens = len(block_indices) * layer.block_tokens
         load = self._load_into(buffer, layer, lane, "", tokens)
         starts = [position * layer.block_tokens for position in range(len(block_indices))]
-        self._submit(load, block_indices, starts)
+        self._submit(load, block_indices, starts, awaited=True)
         try:
             load.lane.wait(load.tasks)
             yield load.keys[:, :, :tokens], load.values[:, :, :tokens]
@@ -271,7 +263,13 @@ class Prefetcher:
         load.buffer.released = load.lane.engine.record_compute()
         load.lane.engine.free(old_storage)
 
-    def _submit(self, load: Load, block_indices: Sequence[int], starts: Sequence[int] | None = None) -> None:
+    def _submit(
+        self,
+        load: Load,
+        block_indices: Sequence[int],
+        starts: Sequence[int] | None = None,
+        awaited: bool = False,
+    ) -> None:
         table = load.layer.table
         if starts is None:
             starts = [load.layer.sink_tokens + index * load.layer.block_tokens for index in block_indices]
@@ -279,11 +277,11 @@ class Prefetcher:
         self._residency.retain(blocks.values())
         load.referenced += blocks.values()
         load.loaded.update(blocks)
-        runs = list(_split_runs(load.layer, block_indices, starts))
+        runs = list(split_runs(load.layer, block_indices, starts))
         # Even without blocks: attention must wait for what a cancelled load still writes into this buffer.
-        load.tasks.append(load.lane.worker.submit(lambda: self._run(load, runs)))
+        load.tasks.append(load.lane.worker.submit(lambda: self._run(load, runs), awaited))
 
-    def _run(self, load: Load, runs: Sequence[_Run]) -> Event | None:
+    def _run(self, load: Load, runs: Sequence[Run]) -> Event | None:
         """On the prefetch thread: read from the tiers and hand to the copy engine, piece by piece."""
         lane = load.lane
         for run in runs:
@@ -296,7 +294,7 @@ class Prefetcher:
                 with lane.sources(blocks) as pieces:
                     for piece, source in pieces:
                         first_token = run.first_token + (first + piece.start) * layout.block_tokens
-                        placement = _Placement(load, layout, run.rows, first_token)
+                        placement = Placement(load.keys, load.values, layout, run.rows, first_token)
                         if source is not None:
                             lane.engine.copy_in(layout.over(source.data, 1), placement, source.after(load.after))
                             lane.keep(blocks[piece.start], source)
@@ -305,7 +303,7 @@ class Prefetcher:
         # Not only of this load's copies: one that was cancelled may still be writing to the same buffer.
         return lane.engine.record_copy_in()
 
-    def _read_and_place(self, lane: Lane, blocks: Sequence[Block], placement: _Placement, after: Event) -> None:
+    def _read_and_place(self, lane: Lane, blocks: Sequence[Block], placement: Placement, after: Event) -> None:
         layout = blocks[0].layout
         staged = layout.over(lane.loading.next(len(blocks) * layout.nbytes), len(blocks))
         try:
@@ -320,7 +318,7 @@ class Prefetcher:
     def cancel(self, load: Load) -> None:
         """Nobody will `finish` this load."""
         self._retire(load)
-        # The prefetch thread works in order: whatever it still does here comes before the buffer's next load.
+        # The prefetch thread does one thing at a time: what it still does here precedes the buffer's next load.
         load.lane.buffers.put_back(load.buffer)
 
     def _retire(self, load: Load) -> None:
@@ -353,46 +351,3 @@ class Prefetcher:
             if len(richest) > len(own) + 1 or (at_any_cost and richest):
                 return richest[-1]
             return own[-1] if at_any_cost and own else None
-
-
-@dataclass(frozen=True)
-class _Placement:
-    """Puts blocks `[n, rows, row_elements]` side by side into `[B, H, capacity, D]`, row maps applied."""
-
-    load: Load
-    layout: BlockLayout
-    rows: np.ndarray[Any, Any]
-    first_token: int
-
-    def __call__(self, landed: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        blocks, tokens = landed.shape[0], self.layout.block_tokens
-        place = slice(self.first_token, self.first_token + blocks * tokens)
-        for whole, parts in zip((self.load.keys, self.load.values), self.layout.split(landed), strict=True):
-            target = whole[:, :, place].unflatten(2, (blocks, tokens))  # [B, H, n, T, D]
-            if np.array_equal(self.rows, np.arange(self.layout.rows)):
-                yield target, parts.permute(1, 2, 0, 3, 4)
-            else:
-                for batch_row, stored_row in enumerate(self.rows):
-                    yield target[batch_row], parts[:, stored_row].transpose(0, 1)
-
-
-def _compact(
-    offsets: np.ndarray[Any, Any], block_indices: Sequence[int], block_tokens: int
-) -> np.ndarray[Any, Any]:
-    """Offsets into the sealed tokens as offsets into blocks that lie side by side."""
-    position = np.searchsorted(np.asarray(block_indices), offsets // block_tokens)
-    return np.asarray(position * block_tokens + offsets % block_tokens)
-
-
-def _split_runs(layer: LayerState, block_indices: Sequence[int], starts: Sequence[int]) -> Iterator[_Run]:
-    """Groups of blocks that are read together and land side by side."""
-    position = 0
-    for indices, run in layer.table.runs(block_indices):
-        group_starts = starts[position : position + len(indices)]
-        position += len(indices)
-        first = 0
-        for end in range(1, len(indices) + 1):
-            if end == len(indices) or group_starts[end] != group_starts[end - 1] + layer.block_tokens:
-                blocks = [layer.table.blocks[index] for index in indices[first:end]]
-                yield _Run(blocks, run.rows, group_starts[first])
-                first = end

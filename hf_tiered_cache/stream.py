@@ -178,7 +178,7 @@ class BlockStream:
                 self.start_over()
             elif not self._free:
                 self._cancel(self._queue.pop())
-            self._queue.appendleft(self._start(layer, first_block))
+            self._queue.appendleft(self._start(layer, first_block, awaited=True))
         load = self._queue.popleft()
         self._metrics.count(**{"prefetch_hits" if foreseen else "prefetch_misses": len(load.blocks)})
         return load
@@ -202,7 +202,7 @@ class BlockStream:
                 logger.debug("no memory to load layer %d ahead of time", target.layer_idx)
                 return
 
-    def _start(self, layer: LayerState, first_block: int) -> _Load:
+    def _start(self, layer: LayerState, first_block: int, awaited: bool = False) -> _Load:
         """Begin to load blocks of one layout, as many as a buffer holds."""
         blocks = layer.table.blocks
         layout = blocks[first_block].layout
@@ -216,7 +216,7 @@ class BlockStream:
             load = _Load(layer, first_block, chosen, buffer, buffer.storage, buffer.released)
         self._free.remove(buffer)
         self._residency.retain(chosen)
-        load.task = self._lane.worker.submit(lambda: self._run(load))
+        load.task = self._lane.worker.submit(lambda: self._run(load), awaited)
         return load
 
     def _fit(self, buffer: LoadBuffer, nbytes: int) -> None:
@@ -311,5 +311,5 @@ class BlockStream:
     def _cancel(self, load: _Load) -> None:
         """Nobody will read this load."""
         load.cancelled = True
-        # The prefetch thread works in order: what it still does here comes before the buffer's next load.
+        # The prefetch thread does one thing at a time: what it still does here precedes the buffer's next load.
         self._put_back(load)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from typing import TypeVar
+from typing import Any, TypeVar
 
 # How far a thread yields to the model's own. What attention will wait for yields a little, the rest much: on a
 # machine whose CPU also computes, a prefetch that yields much is late.
@@ -46,3 +47,60 @@ class Worker:
         if sys.platform == "linux":  # only there a thread has a priority of its own
             with suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self._niceness)
+
+
+class AwaitedFirst:
+    """Runs tasks on a worker, those that somebody waits for before those that look ahead; each kind in order.
+
+    Args:
+        worker: closed with this.
+    """
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._lock = threading.Lock()
+        self._awaited: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+        self._ahead: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+
+    def submit(self, task: Callable[[], T], awaited: bool = False) -> Future[T]:
+        """Queue a task; its result or exception is in the future.
+
+        Args:
+            task: what to run.
+            awaited: whether somebody waits for it; see also `hurry`.
+        """
+        future: Future[T] = Future()
+        with self._lock:
+            (self._awaited if awaited else self._ahead).append((future, task))
+        self._worker.submit(self._run_next)
+        return future
+
+    def hurry(self, future: Future[Any]) -> None:
+        """Somebody waits for this task now."""
+        with self._lock:
+            queued = next((entry for entry in self._ahead if entry[0] is future), None)
+            if queued is not None:
+                self._ahead.remove(queued)
+                self._awaited.append(queued)
+
+    def close(self) -> None:
+        """Drop the tasks that have not begun, finish the one that has, end the thread. May be called twice."""
+        self._worker.close()
+        with self._lock:
+            dropped = [*self._awaited, *self._ahead]
+            self._awaited.clear()
+            self._ahead.clear()
+        for future, _ in dropped:
+            future.cancel()
+            future.set_running_or_notify_cancel()
+
+    def _run_next(self) -> None:
+        with self._lock:
+            future, task = (self._awaited or self._ahead).popleft()
+        if future.set_running_or_notify_cancel():
+            try:
+                result = task()
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(result)

@@ -18,7 +18,7 @@ ROWS = [
     {"workspace", "locks", "places", "eviction", "tiers.base", "transfer.engine"},
     {"replay", "tiers.host", "tiers.nvme", "tiers.zarr", "transfer.staging", "window", "kernels"},
     {"tiers", "layers", "online_attention", "buffers", "pressure"},
-    {"residency", "requests", "windows"},
+    {"residency", "requests", "windows", "placement"},
     {"mover", "resident"},
     {"writeback"},
     {"lane"},
