@@ -187,11 +187,6 @@ class Metrics:
             with self._lock:
                 self._stall_seconds[direction] += time.perf_counter() - started
 
-    def waited_for_lock(self, seconds: float) -> None:
-        """Count a wait for another thread."""
-        with self._lock:
-            self._lock_wait_seconds += seconds
-
     @contextmanager
     def lock_wait(self) -> Iterator[None]:
         """Time a wait for another thread."""
@@ -199,7 +194,8 @@ class Metrics:
         try:
             yield
         finally:
-            self.waited_for_lock(time.perf_counter() - started)
+            with self._lock:
+                self._lock_wait_seconds += time.perf_counter() - started
 
     def snapshot(
         self,

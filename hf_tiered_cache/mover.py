@@ -111,9 +111,8 @@ class Mover:
                 self._residency.arrive_locked(block, tier)
                 if leaving is not None:
                     self._residency.remove_copy_locked(block, leaving)
-            self._metrics.count(**{f"{tier.name}_written": block.layout.nbytes, f"{tier.name}_arrived": 1})
-            if leaving not in (None, STAGING):
-                self._metrics.count(blocks_demoted=1, **{f"{leaving}_left": 1})
+            demoted = int(leaving not in (None, STAGING))
+            self._metrics.count(**{f"{tier.name}_written": block.layout.nbytes, "blocks_demoted": demoted})
         moves.clear()
         if failure is not None:
             raise failure
@@ -199,12 +198,12 @@ class Mover:
             # A slot may have become another block's since it was chosen.
             blocks = [block for block in self._residency.places.blocks(slots) if upper.name in block.copies]
             clean = [block for block in blocks if len(block.copies) > 1]
+            only_here = [block for block in blocks if len(block.copies) == 1]
+            dirty = [block for block in only_here if block.layout == only_here[0].layout]
             for block in clean:
                 self._residency.remove_copy_locked(block, upper.name)
-            dirty = [block for block in blocks if len(block.copies) == 1]
-            dirty = [block for block in dirty if block not in clean and block.layout == dirty[0].layout]
             self._borrow_locked(dirty)
-        self._metrics.count(blocks_demoted=len(clean), **{f"{upper.name}_left": len(clean)})
+        self._metrics.count(blocks_demoted=len(clean))
         moves: list[Move] = []
         try:
             payload = self._load(dirty) if dirty else None
