@@ -237,13 +237,16 @@ class TieredCache(DynamicCache):
         super().crop(tokens_to_remove)
 
     def _take_back(self) -> None:
-        """Let all layers hold as many tokens as the one that holds the fewest."""
+        """Let all layers hold what they held before the forward pass that failed."""
         if not self.is_croppable:
             raise TieredCacheError("this model's cache cannot take tokens back: reset() it and begin anew")
-        fewest = min(layer.get_seq_length() for layer in self.layers if isinstance(layer, TieredLayer))
+        before = self._binding.tokens_before
+        fewest = min(before.values())
         for layer in self.layers:
-            if layer.get_seq_length() > fewest:
-                layer.crop(fewest - layer.get_seq_length())
+            held = layer.get_seq_length()
+            target = before.get(layer.layer_idx, held) if isinstance(layer, TieredLayer) else fewest
+            if held > target:
+                layer.crop(target - held)
         self._binding.pending = None
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:

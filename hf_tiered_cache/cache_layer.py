@@ -42,6 +42,7 @@ class CacheBinding:
         self.closed = False
         self.next_layer_idx = model_layers
         self.pending: PendingAttention | None = None
+        self.tokens_before: dict[int, int] = {}
         if source is None:
             manager.allocate(self.request_id)
         else:
@@ -60,6 +61,21 @@ class CacheBinding:
         """Whether the model's attention takes old tokens part by part."""
         config = self._text_config
         return config._attn_implementation == TIERED and can_stream(config)
+
+    def note_update(self, layer_idx: int) -> None:
+        """A layer is being updated: remember, for the forward pass that it belongs to, what it held before."""
+        if layer_idx in self.tokens_before:  # of the pass before
+            self.tokens_before.clear()
+        self.tokens_before[layer_idx] = self.manager.tokens(self.request_id, layer_idx)
+
+    def note_failure(self, layer_idx: int) -> None:
+        """An update raised. If layers hold more than before, the forward pass must be taken back first."""
+        if self.manager.closed:
+            return
+        held = {known: self.manager.tokens(self.request_id, known) for known in self.tokens_before}
+        if held != self.tokens_before:
+            self.pending = PendingAttention(self.manager, self.request_id, layer_idx)
+            self.pending.begun = True
 
     def check_open(self) -> None:
         if self.closed or self.manager.closed:
@@ -194,6 +210,7 @@ class TieredLayer(DynamicLayer):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         binding, manager = self._binding, self._binding.manager
+        binding.note_update(self._layer_idx)
         if (
             binding.streaming
             and not self._keeps_output
@@ -201,7 +218,11 @@ class TieredLayer(DynamicLayer):
         ):
             binding.pending = PendingAttention(manager, binding.request_id, self._layer_idx)
             return binding.pending.mark(key_states, value_states)
-        keys, values = manager.update(binding.request_id, self._layer_idx, key_states, value_states)
+        try:
+            keys, values = manager.update(binding.request_id, self._layer_idx, key_states, value_states)
+        except BaseException:
+            binding.note_failure(self._layer_idx)
+            raise
         if self._keeps_output:
             return keys.clone(), values.clone()
         if keys.shape[1] == 1 and keys.shape[-1] != values.shape[-1]:  # latents (MLA)
@@ -241,6 +262,7 @@ class TieredLayer(DynamicLayer):
         """Forget all tokens."""
         self._binding.check_open()
         self._binding.pending = None
+        self._binding.tokens_before.clear()
         self._binding.manager.free_layer(self._binding.request_id, self._layer_idx)
         self.is_initialized = False
 

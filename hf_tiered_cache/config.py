@@ -179,6 +179,8 @@ class TieredCacheConfig:
             sizes = [name for name in bounds if getattr(self, name) is not None]
         else:
             sizes = ["window_tokens"]
+            if isinstance(self.window_tokens, str):
+                raise ConfigError(f"window_tokens={self.window_tokens!r}: give an int, or 'auto'")
             for name in bounds:
                 if getattr(self, name) is not None:
                     raise ConfigError(

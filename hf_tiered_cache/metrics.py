@@ -117,7 +117,10 @@ class CacheStats:
             f"swaps in the last {_RATE_SECONDS} s: {self.swap_ins_per_second:.0f} blocks in and "
             f"{self.swap_outs_per_second:.0f} out per second"
         )
-        rows.append("(tokens per layer; blocks and bytes over all layers; L0's traffic is with the host)")
+        rows.append(
+            "(tokens per layer, the mean over conversations; blocks and bytes over all layers; "
+            "L0's traffic is with the host)"
+        )
         return "\n".join(rows)
 
 

@@ -92,8 +92,8 @@ class Mover:
         held = ", ".join(f"{tier.name} {tier.used_bytes} of {tier.capacity_bytes} bytes used" for tier in tiers)
         raise TierFullError(
             f"no tier has room for layer {block.key.layer_idx}, block {block.key.block_idx} "
-            f"({block.layout.nbytes} bytes): {held}. Raise l1_capacity or give an l2_url; "
-            "the block is kept in memory and written as soon as there is room"
+            f"({block.layout.nbytes} bytes): {held}. Raise l1_capacity or give an l2_url in a "
+            "new cache, or free requests; the block is kept in memory and written as soon as there is room"
         )
 
     def finish(self, moves: list[Move], leaving: str | None) -> None:

@@ -8,21 +8,24 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 from hf_tiered_cache import (
     KVCacheManager,
     TieredCache,
     TieredCacheConfig,
+    TieredCacheError,
     TierError,
     TierFullError,
     TierReadError,
 )
 
 from ..fakes import FAULTS, eventually, random_kv
-from ..models import generate, prompt_ids, tiny_llama
+from ..models import CACHE_NAME, generate, prompt_ids, tiny_llama
 
 SETTINGS = {"window_tokens": 32, "block_tokens": 16, "l1_tier": "faulty", "staging_blocks": 4}
 DISK_FULL = "RESOURCE_EXHAUSTED: Error writing local file: No space left on device"
@@ -107,7 +110,9 @@ def test_capacity_without_l2_names_the_settings_to_change() -> None:
     with make(l1_capacity=3 * 4096) as manager:
         manager.allocate("a")
         key, value = random_kv(400)
-        with pytest.raises(TierFullError, match=r"no tier has room .*Raise l1_capacity or give an l2_url"):
+        with pytest.raises(
+            TierFullError, match=r"no tier has room .*Raise l1_capacity or give an l2_url in a new"
+        ):
             manager.append("a", 0, key, value)
             manager.flush()
         held = manager.tokens("a", 0)
@@ -153,6 +158,37 @@ def test_read_failure_is_raised_and_passes() -> None:
         FAULTS.read_error = None
         model_keys = cache.layers[0].keys
         assert model_keys is not None and model_keys.shape[2] == tokens.shape[1] - 1
+
+
+@pytest.mark.parametrize("new_tokens", [1, 90])
+def test_a_forward_pass_that_failed_is_taken_back(new_tokens: int) -> None:
+    """Some layers have its tokens by then: to go on would be wrong, so it raises until `crop(0)`."""
+    model = tiny_llama()
+    input_ids = prompt_ids(200 + new_tokens)
+    expected_tokens, expected_logits = generate(model, input_ids, DynamicCache(config=model.config))
+    with TieredCache(config=model.config, **SETTINGS) as cache, torch.no_grad():
+        model(input_ids[:, :200], **{CACHE_NAME: cache})
+        cache.flush()
+        original = KVCacheManager.update
+
+        def failing_in_the_third_layer(manager: KVCacheManager, name: str, layer_id: int, *kv: Any) -> Any:
+            if layer_id == 2:
+                manager.append(name, layer_id, *(states[:, :, : max(1, new_tokens // 2)] for states in kv))
+                raise TierFullError("no space left")
+            return original(manager, name, layer_id, *kv)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(KVCacheManager, "update", failing_in_the_third_layer)
+            with pytest.raises(TierFullError):
+                model(input_ids[:, 200:], **{CACHE_NAME: cache})
+        lengths = [layer.get_seq_length() for layer in cache.layers]
+        assert lengths[0] == 200 + new_tokens and lengths[3] == 200
+        with pytest.raises(TieredCacheError, match=r"ended with an error in layer 2.*crop\(0\)"):
+            model(input_ids[:, 200:], **{CACHE_NAME: cache})
+        cache.crop(0)
+        assert {layer.get_seq_length() for layer in cache.layers} == {200}
+        tokens, logits = generate(model, input_ids, cache)
+        assert torch.equal(tokens, expected_tokens) and torch.allclose(logits, expected_logits, atol=1e-5)
 
 
 def test_missing_file_is_an_error_not_zeros(cache_directory: Path) -> None:
