@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .blocks import Block, BlockLayout
+from .blocks import Block, BlockLayout, as_bits
 from .buffers import GatherBuffers
 from .errors import CacheClosedError
 from .layers import LayerState
@@ -174,9 +174,34 @@ class Lane:
                     self.engine.record_copy_in().wait()
             if from_host:
                 self._residency.count_in_memory(from_host)
-                self._metrics.count(
-                    L0_written=sum(block.layout.nbytes for block in from_host), blocks_loaded=len(from_host)
-                )
+                self.count_loaded(from_host)
+
+    def stage(self, blocks: Sequence[Block]) -> torch.Tensor:
+        """Read blocks of one layout into the loading slot whose turn it is, and consider to keep them on the
+        device. Blocks; on the prefetch thread. The caller copies the slot, and tells `loading` until when it is
+        busy.
+
+        Returns:
+            The blocks as they are stored, flat uint8.
+
+        Raises:
+            TierReadError: a block could not be read.
+        """
+        layout = blocks[0].layout
+        staged = self.loading.next(len(blocks) * layout.nbytes)
+        payload = layout.over(staged, len(blocks))
+        try:
+            self._residency.read(blocks, as_bits(payload))
+        except BaseException:
+            self.loading.retire()
+            raise
+        self.resident.keep(blocks, payload)
+        self.count_loaded(blocks)
+        return staged
+
+    def count_loaded(self, blocks: Sequence[Block]) -> None:
+        """These blocks come from the host."""
+        self._metrics.count(L0_written=sum(block.layout.nbytes for block in blocks), blocks_loaded=len(blocks))
 
     def keep(self, block: Block, source: Source) -> None:
         """Consider to keep on the device a block that is being copied there. On the prefetch thread, within the

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .blocks import Block, as_bits
+from .blocks import Block
 from .buffers import LoadBuffer
 from .lane import Lane
 from .layers import LayerState
@@ -299,21 +299,10 @@ class Prefetcher:
                             lane.engine.copy_in(layout.over(source.data, 1), placement, source.after(load.after))
                             lane.keep(blocks[piece.start], source)
                         else:
-                            self._read_and_place(lane, blocks[piece], placement, load.after)
+                            staged = layout.over(lane.stage(blocks[piece]), piece.stop - piece.start)
+                            lane.loading.busy_until(lane.engine.copy_in(staged, placement, load.after))
         # Not only of this load's copies: one that was cancelled may still be writing to the same buffer.
         return lane.engine.record_copy_in()
-
-    def _read_and_place(self, lane: Lane, blocks: Sequence[Block], placement: Placement, after: Event) -> None:
-        layout = blocks[0].layout
-        staged = layout.over(lane.loading.next(len(blocks) * layout.nbytes), len(blocks))
-        try:
-            self._residency.read(blocks, as_bits(staged))
-        except BaseException:
-            lane.loading.retire()
-            raise
-        lane.resident.keep(blocks, staged)
-        lane.loading.busy_until(lane.engine.copy_in(staged, placement, after))
-        self._metrics.count(L0_written=len(blocks) * layout.nbytes, blocks_loaded=len(blocks))
 
     def cancel(self, load: Load) -> None:
         """Nobody will `finish` this load."""

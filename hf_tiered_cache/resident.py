@@ -83,8 +83,7 @@ class ResidentPool:
                 self.blocks += 1
                 self._residency.places.set(block, self._place, there=True)
                 return
-            self._engine.free_after_copies(data)
-            self.used_bytes -= data.numel()
+            self._free_locked(data)
 
     def close(self) -> None:
         """Give the memory up. Nothing is being copied."""
@@ -101,7 +100,7 @@ class ResidentPool:
         self._residency.places.set(block, self._place, there=False)
         copy.doomed = True
         if not copy.readers:
-            self._free_locked(copy)
+            self._free_locked(copy.data)
 
     # -- on the prefetch thread -------------------------------------------------------------------------------
 
@@ -109,6 +108,9 @@ class ResidentPool:
     def copies(self, blocks: Sequence[Block]) -> Iterator[list[ResidentCopy | None]]:
         """The resident copy of each block, if there is one; they may be read by what is enqueued on the copy-in
         stream inside the context."""
+        if not self.capacity_bytes:  # nothing to look up for every piece that is read
+            yield [None] * len(blocks)
+            return
         with self._residency.changed:
             copies = [block.resident if isinstance(block.resident, ResidentCopy) else None for block in blocks]
             for copy in copies:
@@ -123,7 +125,7 @@ class ResidentPool:
                     if copy is not None:
                         copy.readers -= 1
                         if copy.doomed and not copy.readers:
-                            self._free_locked(copy)
+                            self._free_locked(copy.data)
 
     def keep(self, blocks: Sequence[Block], payload: torch.Tensor) -> None:
         """Of blocks of one layout that were just read, keep those that are worth it.
@@ -172,6 +174,6 @@ class ResidentPool:
                 self.used_bytes -= nbytes
             return None
 
-    def _free_locked(self, copy: ResidentCopy) -> None:
-        self._engine.free_after_copies(copy.data)
-        self.used_bytes -= copy.data.numel()
+    def _free_locked(self, data: torch.Tensor) -> None:
+        self._engine.free_after_copies(data)
+        self.used_bytes -= data.numel()

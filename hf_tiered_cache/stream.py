@@ -238,27 +238,14 @@ class BlockStream:
         return event
 
     def _copy_in(self, load: _Load, piece: slice, source: Source | None) -> None:
-        engine, loading, nbytes = self._lane.engine, self._lane.loading, load.layout.nbytes
+        engine, nbytes = self._lane.engine, load.layout.nbytes
         target = load.storage[piece.start * nbytes : piece.stop * nbytes]
         if source is not None:
             engine.copy_in_whole(source.data[:nbytes], target, source.after(load.after))
             self._lane.keep(load.blocks[piece.start], source)
             return
-        blocks = load.blocks[piece]
-        staged = loading.next(target.numel())
-        payload = load.layout.over(staged, len(blocks))
-        try:
-            self._residency.read(blocks, as_bits(payload))
-        except BaseException:
-            loading.retire()
-            raise
-        self._lane.resident.keep(blocks, payload)
-        loading.busy_until(engine.copy_in_whole(staged, target, load.after))
-        self._count(blocks)
-
-    def _count(self, blocks: Sequence[Block]) -> None:
-        """These blocks came from the host."""
-        self._metrics.count(L0_written=len(blocks) * blocks[0].layout.nbytes, blocks_loaded=len(blocks))
+        staged = self._lane.stage(load.blocks[piece])
+        self._lane.loading.busy_until(engine.copy_in_whole(staged, target, load.after))
 
     def _read_in_place(self, load: _Load, pieces: Sequence[tuple[slice, Source | None]]) -> None:
         load.after.wait()
@@ -283,7 +270,7 @@ class BlockStream:
         for piece, source in pieces:
             if source is None:
                 self._lane.resident.keep(load.blocks[piece], payload[piece])
-                self._count(load.blocks[piece])
+                self._lane.count_loaded(load.blocks[piece])
 
     def _wait(self, load: _Load) -> None:
         assert load.task is not None
