@@ -1,10 +1,12 @@
 """The `"tiered"` attention of transformers: takes K and V from the tiers part by part, whatever the length.
 
-    model ──▶ cache.update(k, v) ──▶ k, v marked as PendingAttention
+    model ──▶ tiered_mask: this pass will stream
+          ──▶ cache.update(k, v) ──▶ k, v marked as PendingAttention
           ──▶ tiered_attention_forward ──▶ manager.attend
 
 A marked key and value are only the new tokens. The attention function recognises them by the mark, which a tensor
-derived from them does not carry; a mark that is not consumed by the next update is an error.
+derived from them does not carry; a mark that is not consumed by the next update is an error. A pass whose masks
+were not made here, since the caller brought a 4-D mask or another model uses the cache, gets whole K and V.
 
 Importing this module registers the attention and its masks; nothing changes for models that do not ask for them.
 """
@@ -22,6 +24,7 @@ from transformers.masking_utils import causal_mask_function, prepare_padding_mas
 from .errors import UnsupportedModelError
 from .manager import KVCacheManager
 from .online_attention import AttentionRule, OnlineAttention
+from .passes import announce_streaming
 from .streaming_models import STREAMING_MODELS
 
 TIERED = "tiered"
@@ -32,6 +35,9 @@ _MASKED_TOKENS = "_tiered_masked_tokens"
 
 # What attention functions may be asked for and streaming does not do.
 _UNSUPPORTED_ARGUMENTS = ("position_bias", "sliding_window")
+
+UNTRACED = "the tiers move data beside the computation, which cannot be traced: compile without fullgraph=True"
+"""Why `torch.compile` keeps out of here; the rest of the model is compiled."""
 
 
 def can_stream(text_config: PreTrainedConfig) -> bool:
@@ -102,11 +108,30 @@ class PendingAttention:
                 'be streamed: call model.set_attn_implementation("sdpa")'
             )
         self.begun = True
-        output = self._manager.attend(self._request_id, self.layer_idx, query, key, value, rule)
+        key, value = in_one_dtype(key, value)
+        with torch.autocast(query.device.type, enabled=False):
+            output = self._manager.attend(self._request_id, self.layer_idx, query.to(key.dtype), key, value, rule)
         self.done = True
         return output
 
 
+def in_one_dtype(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both in the wider dtype of the two, which holds either exactly. `torch.autocast` makes them differ."""
+    if key.dtype == value.dtype:
+        return key, value
+    dtype = torch.promote_types(key.dtype, value.dtype)
+    return key.to(dtype), value.to(dtype)
+
+
+def _autocast_dtype(query: torch.Tensor) -> torch.dtype | None:
+    """To which `torch.autocast` rounds the arguments of attention; `None` where it does not."""
+    device_type = query.device.type
+    if query.dtype is torch.float64 or not torch.is_autocast_enabled(device_type):
+        return None
+    return torch.get_autocast_dtype(device_type)
+
+
+@torch.compiler.disable(reason=UNTRACED)
 def tiered_attention_forward(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -142,7 +167,8 @@ def tiered_attention_forward(
     Raises:
         UnsupportedModelError: the model asks for something that cannot be streamed.
     """
-    rule = AttentionRule(scaling, softcap, s_aux, attention_mask, getattr(attention_mask, _MASKED_TOKENS, None))
+    masked_tokens = getattr(attention_mask, _MASKED_TOKENS, None)
+    rule = AttentionRule(scaling, softcap, s_aux, attention_mask, masked_tokens, _autocast_dtype(query))
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     pending = PendingAttention.of(key, value)
     if any(kwargs.get(name) is not None for name in ("indices", "block_indices")):
@@ -162,7 +188,12 @@ def tiered_attention_forward(
         )
         return output, None
     _check_computable(dropout, kwargs, query, key, value)
-    with OnlineAttention(query, key.shape[1], value.shape[3], rule) as attention:
+    key, value = in_one_dtype(key, value)
+    query = query.to(key.dtype)
+    with (
+        torch.autocast(query.device.type, enabled=False),
+        OnlineAttention(query, key.shape[1], value.shape[3], rule) as attention,
+    ):
         if mask_says_all:
             attention.add(key, value, 0)
         else:
@@ -195,6 +226,7 @@ def _check_supported(layer_idx: int, dropout: float, causal: bool, kwargs: dict[
         )
 
 
+@torch.compiler.disable(reason=UNTRACED)
 def tiered_mask(
     batch_size: int,
     q_length: int,
@@ -214,6 +246,7 @@ def tiered_mask(
         For plain causal attention, whose newest query sees all keys: `None`, or the padding `[B, 1, 1, KV]`, bool,
         `True` where a key may be seen. No mask with a row per query is made. For all else what sdpa takes.
     """
+    announce_streaming()
     plain = mask_function is causal_mask_function and local_size is None and allow_is_causal_skip and not use_vmap
     square = isinstance(q_offset, int) and (q_offset == kv_offset and q_length == kv_length)
     if not plain or not isinstance(q_offset, int) or q_offset + q_length != kv_offset + kv_length:

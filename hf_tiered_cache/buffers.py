@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from .geometry import Geometry
 from .locks import ThreadReference, TimedLock, this_thread
 from .metrics import Metrics
 from .transfer.engine import CopyEngine, Event
-from .window import Geometry
 
 
 @dataclass(eq=False)

@@ -7,19 +7,22 @@ import functools
 import logging
 import sys
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from .attention import enable_streaming
+from .attention import UNTRACED, enable_streaming
 from .cache_layer import CacheBinding, TieredLayer
 from .config import TieredCacheConfig
-from .continuation import GenerationStart, generation_start
-from .errors import ConfigError, TieredCacheError, UnsupportedModelError
+from .continuation import GenerationStart, check_wrapped
+from .errors import ConfigError, UnsupportedModelError
 from .manager import KVCacheManager
 from .metrics import CacheStats
+from .passes import ForwardPasses
+from .rollback import crop_layers
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +70,8 @@ class TieredCache(DynamicCache):
             raise UnsupportedModelError(
                 f"{text_config.model_type!r} accepts only its own cache class: generate without TieredCache"
             )
+        if manager is not None and not isinstance(manager, KVCacheManager):
+            raise ConfigError(f"manager={manager!r} is not a KVCacheManager")
         if manager is not None and (options or cache_config is not None):
             raise ConfigError("manager= brings its own settings: leave out cache_config and single settings")
         super().__init__(config=config)
@@ -76,7 +81,10 @@ class TieredCache(DynamicCache):
         if manager is None:
             manager = KVCacheManager(TieredCacheConfig.from_options(cache_config, options))
         self._binding = CacheBinding(manager, text_config, len(self.layers), users)
+        self._text_config = text_config
+        self._has_encoder = bool(getattr(config, "is_encoder_decoder", False))
         self._given_to_generate = False
+        self._known_ids: torch.Tensor | None = None
         _abandon_with(self, self._binding)
         keeps_output = bool(
             getattr(text_config, "kv_sharing_modes", None) or getattr(text_config, "num_kv_shared_layers", 0)
@@ -117,17 +125,25 @@ class TieredCache(DynamicCache):
             ConfigError: as for `TieredCache`.
             UnsupportedModelError: as for `TieredCache`.
         """
+        if not isinstance(model, PreTrainedModel):
+            raise ConfigError(
+                f"model={model!r:.80} is not a model of transformers: load it first, e.g. with "
+                "AutoModelForCausalLM.from_pretrained"
+            )
         cache = cls(config=model.config, cache_config=cache_config, manager=manager, **options)
         if not enable_streaming(model):
             _say_once_that_layers_are_gathered(model.config.get_text_config(decoder=True).model_type)
         return cache
 
     def __repr__(self) -> str:
-        tiered = sum(isinstance(layer, TieredLayer) for layer in self.layers)
+        tiered = [layer for layer in self.layers if isinstance(layer, TieredLayer)]
         config = self.manager.config
-        state = "closed" if self._binding.closed or self.manager.closed else f"{self.get_seq_length()} tokens"
+        if self._binding.closed or self.manager.closed:
+            state = "closed"
+        else:
+            state = f"{max((layer.get_seq_length() for layer in tiered), default=0)} tokens"
         return (
-            f"TieredCache({state}; {tiered} of {len(self.layers)} layers tiered; "
+            f"TieredCache({state}; {len(tiered)} of {len(self.layers)} layers tiered; "
             f"window_tokens={config.window_tokens}, block_tokens={config.block_tokens})"
         )
 
@@ -137,8 +153,17 @@ class TieredCache(DynamicCache):
     def __exit__(self, *exception: object) -> None:
         self.close()
 
+    def __copy__(self) -> TieredCache:
+        """This cache itself, as a shallow copy of any cache shares its layers; `copy.deepcopy` makes a branch."""
+        return self
+
     def __deepcopy__(self, memo: dict[int, Any]) -> TieredCache:
-        """A second cache with the same tokens; sealed blocks are shared, windows and other layers copied."""
+        """A second cache with the same tokens; sealed blocks are shared, windows and other layers copied.
+
+        Raises:
+            TieredCacheError: the last forward pass ended with an error, or another thread is in the middle of one.
+        """
+        self._passes.check(self.layers)
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
         binding = self._binding.fork()
@@ -166,27 +191,18 @@ class TieredCache(DynamicCache):
     @_is_user_defined.setter
     def _is_user_defined(self, value: bool) -> None:
         self._given_to_generate = value
-        start = generation_start(sys._getframe(1))
+        start = GenerationStart.seen_from(sys._getframe(1))
         if start is not None:
             self._prepare_to_continue(start)
 
     def _prepare_to_continue(self, start: GenerationStart) -> None:
-        """Crop or raise where stock `generate` would silently feed cached tokens a second time."""
-        cached_tokens = self.get_seq_length()
-        if cached_tokens == 0:
-            return
-        if start.assisted and start.input_tokens == start.total_tokens:
-            raise ConfigError(
-                f"assisted and prompt-lookup decoding feed the whole prompt again, and {cached_tokens} tokens of "
-                "it are cached: pass only the new tokens, with the attention mask of all, or use an empty cache"
-            )
-        if cached_tokens > start.total_tokens:
-            raise ConfigError(
-                f"the cache holds {cached_tokens} tokens, and this call continues a sequence of "
-                f"{start.total_tokens}. For another prompt, reset() the cache or make a new one; to go back in "
-                f"this conversation, crop({start.total_tokens - 1 - cached_tokens})"
-            )
-        if cached_tokens == start.total_tokens:
+        """Crop or raise where stock `generate` would silently compute something else than it was asked for."""
+        self._binding.check_open()
+        start.check_mode()
+        self._passes.announce_generation(start.call, self.layers)
+        cached_tokens = 0 if all(self.is_linear) else self.get_seq_length()
+        start.check_cached(cached_tokens, self._known_ids)
+        if cached_tokens and cached_tokens == start.total_tokens:
             if not self.is_croppable:
                 raise ConfigError(
                     f"all {cached_tokens} tokens of the prompt are cached, and this model's cache cannot crop() "
@@ -194,12 +210,18 @@ class TieredCache(DynamicCache):
                 )
             # `generate` needs one token to compute logits from.
             self.crop(-1)
+        self._known_ids = start.known_ids(cached_tokens, self._known_ids)
+
+    @property
+    def _passes(self) -> ForwardPasses:
+        return self._binding.passes
 
     @property
     def manager(self) -> KVCacheManager:
         """The manager that holds the tokens."""
         return self._binding.manager
 
+    @torch.compiler.disable(reason=UNTRACED)
     def update(
         self,
         key_states: torch.Tensor,
@@ -211,49 +233,104 @@ class TieredCache(DynamicCache):
         """Append tokens to a layer and return what its attention needs; see `TieredLayer.update`.
 
         Raises:
-            UnsupportedModelError: the config knew of no such layer.
+            UnsupportedModelError: the config knew of no such layer, or an encoder-decoder model uses this cache
+                for its cross-attention, too.
+            TieredCacheError: the forward pass before ended with an error, or another thread uses the cache.
         """
         if layer_idx >= len(self.layers):
             raise UnsupportedModelError(
                 f"the model updates layer {layer_idx}, and its config describes {len(self.layers)} layers"
             )
-        self._binding.check_complete()
+        if self._has_encoder:
+            check_wrapped(self, sys._getframe(1))
+        binding, passes = self._binding, self._binding.passes
+        binding.check_open()
+        binding.streams = passes.enter(layer_idx, self.layers).streams and binding.can_stream
         keys, values = self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
+        binding.streams = False
+        passes.leave(layer_idx)
         return keys, values
+
+    @torch.compiler.disable(reason=UNTRACED)
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens of a layer that counts them, by default of the first one that does."""
+        tokens: int = super().get_seq_length(layer_idx)
+        return tokens
+
+    @torch.compiler.disable(reason=UNTRACED)
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Length and offset of the keys that so many new tokens of a layer will attend to."""
+        self._passes.announce()
+        sizes: tuple[int, int] = super().get_mask_sizes(query_length, layer_idx)
+        return sizes
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest `-tokens_to_remove` tokens of every layer.
 
-        After a forward pass that ended with an error, what it had added to some layers is removed first; `crop(0)`
-        does just that.
+        After a forward pass that ended with an error or an interrupt, `crop(0)` takes back what it had added to
+        some of the layers, and `crop(-n)` leaves `get_seq_length() - n` tokens in each.
 
         Raises:
             ValueError: the number is positive.
-            TieredCacheError: the forward pass ended with an error, and a layer of the model cannot forget tokens.
+            TieredCacheError: a layer never held as many tokens, or cannot forget any; nothing was removed. Or
+                another thread is in the middle of a forward pass.
+            TierReadError: a block on the border could not be read; call it again.
         """
-        pending = self._binding.pending
-        if pending is not None and not pending.done:
-            self._take_back()
-        super().crop(tokens_to_remove)
+        remove = -int(tokens_to_remove)  # assisted decoding passes a tensor
+        if remove < 0:
+            raise ValueError(
+                f"crop({-remove}): pass a negative number, the newest tokens to remove, e.g. crop(-3)"
+            )
+        self._binding.check_open()
+        self._passes.check_thread()
+        crop_layers(self.layers, remove, self._passes)
+        if self._known_ids is not None:
+            self._known_ids = self._known_ids[:, : self.get_seq_length()]
 
-    def _take_back(self) -> None:
-        """Let all layers hold what they held before the forward pass that failed."""
-        if not self.is_croppable:
-            raise TieredCacheError("this model's cache cannot take tokens back: reset() it and begin anew")
-        before = self._binding.tokens_before
-        fewest = min(before.values())
-        for layer in self.layers:
-            held = layer.get_seq_length()
-            target = before.get(layer.layer_idx, held) if isinstance(layer, TieredLayer) else fewest
-            if held > target:
-                layer.crop(target - held)
-        self._binding.pending = None
+    def reset(self) -> None:
+        """Forget all tokens, whatever an interrupt has left of them. Raises only while another thread is at it."""
+        self._binding.check_open()
+        self._passes.check_thread()
+        with self._passes.changing("reset()"):
+            self._known_ids = None
+            self._binding.renew()
+            # Stock layers are made anew: an interrupt may have left them in any state.
+            fresh = DynamicCache(config=self._text_config).layers
+            for layer_idx, layer in enumerate(self.layers):
+                if isinstance(layer, TieredLayer):
+                    layer.is_initialized = False
+                else:
+                    self.layers[layer_idx] = fresh[layer_idx]
+        self._passes.settle()
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Let batch row `i` of every layer be what row `beam_idx[i]` was."""
         rows = beam_idx.cpu()  # once for all layers: on an accelerator this waits for it
-        for layer in self.layers:
-            layer.reorder_cache(rows if isinstance(layer, TieredLayer) else beam_idx)
+        self._change_rows(
+            "reorder_cache()",
+            lambda layer: layer.reorder_cache(rows if isinstance(layer, TieredLayer) else beam_idx),
+        )
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each batch row of every layer `repeats` times."""
+        self._change_rows("batch_repeat_interleave()", lambda layer: layer.batch_repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep some batch rows of every layer, given by index or by a mask."""
+        self._change_rows("batch_select_indices()", lambda layer: layer.batch_select_indices(indices))
+
+    def _change_rows(self, what: str, change: Callable[[Any], None]) -> None:
+        self._binding.check_open()
+        self._passes.check(self.layers)
+        self._known_ids = None
+        with self._passes.changing(what):
+            for position, layer in enumerate(self.layers):
+                try:
+                    change(layer)
+                except Exception:
+                    if position == 0 and isinstance(layer, TieredLayer):  # it refused, and nothing was changed
+                        self._passes.unchanged()
+                    raise
 
     def stats(self) -> CacheStats:
         """What the tiers hold and have done so far (all caches of the manager together)."""

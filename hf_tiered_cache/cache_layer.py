@@ -10,9 +10,10 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 
-from .attention import TIERED, PendingAttention, can_stream
-from .errors import CacheClosedError, TieredCacheError, UnsupportedModelError
+from .attention import PendingAttention, can_stream, in_one_dtype
+from .errors import CacheClosedError, ConfigError, UnsupportedModelError
 from .manager import KVCacheManager
+from .passes import ForwardPasses
 
 _request_numbers = itertools.count()
 
@@ -20,9 +21,11 @@ _request_numbers = itertools.count()
 class CacheBinding:
     """What a cache shares with its layers: the manager, and the request in it that is this cache's.
 
+    `streams` says that the update under way leaves old tokens to an attention that takes them part by part.
+
     Args:
         manager: holds the tokens.
-        text_config: of the model; says which attention it uses.
+        text_config: of the model.
         model_layers: how many layers it has.
         users: names of all that use the manager; shared by the caches that deepcopy made of one. The last to leave
             closes the manager.
@@ -38,11 +41,12 @@ class CacheBinding:
         source: CacheBinding | None = None,
     ) -> None:
         self.manager = manager
-        self.request_id = f"cache-{next(_request_numbers)}"
+        self.request_id = _new_request_id()
         self.closed = False
+        self.streams = False
         self.next_layer_idx = model_layers
-        self.pending: PendingAttention | None = None
-        self.tokens_before: dict[int, int] = {}
+        self.passes = ForwardPasses(getattr(text_config, "layer_types", None) or ())
+        self.can_stream = can_stream(text_config)
         if source is None:
             manager.allocate(self.request_id)
         else:
@@ -52,58 +56,27 @@ class CacheBinding:
         users.add(self.request_id)  # a set, since the garbage collector may take no lock
 
     def fork(self) -> CacheBinding:
+        """The binding of a second cache with the same tokens."""
         self.check_open()
-        self.check_complete()
         return CacheBinding(self.manager, self._text_config, self.next_layer_idx, self._users, source=self)
 
-    @property
-    def streaming(self) -> bool:
-        """Whether the model's attention takes old tokens part by part."""
-        config = self._text_config
-        return config._attn_implementation == TIERED and can_stream(config)
-
-    def note_update(self, layer_idx: int) -> None:
-        """A layer is being updated: remember, for the forward pass that it belongs to, what it held before."""
-        if layer_idx in self.tokens_before:  # of the pass before
-            self.tokens_before.clear()
-        self.tokens_before[layer_idx] = self.manager.tokens(self.request_id, layer_idx)
-
-    def note_failure(self, layer_idx: int) -> None:
-        """An update raised. If layers hold more than before, the forward pass must be taken back first."""
-        if self.manager.closed:
-            return
-        held = {known: self.manager.tokens(self.request_id, known) for known in self.tokens_before}
-        if held != self.tokens_before:
-            self.pending = PendingAttention(self.manager, self.request_id, layer_idx)
-            self.pending.begun = True
-
     def check_open(self) -> None:
+        """Raise after `close()`."""
         if self.closed or self.manager.closed:
             raise CacheClosedError("this cache is closed: make a new TieredCache")
 
-    def check_complete(self) -> None:
-        """Raise if the last update left tokens to an attention function that did not add them.
-
-        Raises:
-            UnsupportedModelError: none took them: the layer's output is wrong.
-            TieredCacheError: it raised, or the forward pass was interrupted.
-        """
-        pending = self.pending
-        if pending is None or pending.done:
-            return
-        remedy = "cache.crop(0) takes back what this forward pass has added to other layers, reset() begins anew"
-        if pending.begun:
-            raise TieredCacheError(
-                f"a forward pass ended with an error in layer {pending.layer_idx}, and layers hold different "
-                f"numbers of tokens: {remedy}"
-            )
-        raise UnsupportedModelError(
-            f'layer {pending.layer_idx} did not pass on its keys and values to the "tiered" attention as the '
-            "cache returned them, so its output is wrong (or the forward pass was interrupted just there). "
-            f'Call model.set_attn_implementation("sdpa"); {remedy}'
-        )
+    def renew(self) -> None:
+        """Give up all tokens, whatever an interrupt has left of them, and begin with none."""
+        old, new = self.request_id, _new_request_id()
+        self.manager.allocate(new)
+        self._users.add(new)
+        self.request_id = new
+        self._users.discard(old)
+        with suppress(ConfigError):  # an earlier try, which was interrupted, had freed it
+            self.manager.free(old)
 
     def close(self) -> None:
+        """Free the request; the last user closes the manager."""
         if self.closed:
             return
         self.closed = True
@@ -120,6 +93,10 @@ class CacheBinding:
             self.closed = True
             self._users.discard(self.request_id)
             self.manager.abandon(self.request_id)
+
+
+def _new_request_id() -> str:
+    return f"cache-{next(_request_numbers)}"
 
 
 def _dense(states: torch.Tensor) -> torch.Tensor:
@@ -170,12 +147,13 @@ class TieredLayer(DynamicLayer):
         twin = TieredLayer(binding, layer_idx, self._keeps_output)
         twin.is_initialized = self.is_initialized
         if self.is_initialized:
-            twin.device, twin.dtype = self.device, self.dtype
+            twin.device, twin.dtype, twin._dtypes = self.device, self.dtype, self._dtypes
         return twin
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Note dtype and device; memory is taken when tokens come."""
         self.dtype, self.device = key_states.dtype, key_states.device
+        self._dtypes = key_states.dtype, value_states.dtype
         self.is_initialized = True
 
     @property
@@ -201,33 +179,46 @@ class TieredLayer(DynamicLayer):
             UnsupportedModelError: gradients are being recorded.
             TierError: storage failed.
         """
-        self._binding.check_open()
+        binding, manager = self._binding, self._binding.manager
+        binding.check_open()
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
             raise UnsupportedModelError(
                 "TieredCache serves inference, and gradients are being recorded: "
                 "run the model under torch.no_grad() or torch.inference_mode()"
             )
+        if key_states.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise UnsupportedModelError(
+                "a CUDA graph is being captured, and a replay would not move the cache's tokens: run the model "
+                'without CUDA graphs (torch.compile without mode="reduce-overhead" or "max-autotune")'
+            )
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        binding, manager = self._binding, self._binding.manager
-        binding.note_update(self._layer_idx)
         if (
-            binding.streaming
+            binding.streams
             and not self._keeps_output
             and manager.overflows(binding.request_id, self._layer_idx, key_states.shape[2])
         ):
-            binding.pending = PendingAttention(manager, binding.request_id, self._layer_idx)
-            return binding.pending.mark(key_states, value_states)
-        try:
-            keys, values = manager.update(binding.request_id, self._layer_idx, key_states, value_states)
-        except BaseException:
-            binding.note_failure(self._layer_idx)
-            raise
+            pending = PendingAttention(manager, binding.request_id, self._layer_idx)
+            return binding.passes.leave_to_attention(pending).mark(key_states, value_states)
+        keys, values = self._gathered(key_states, value_states)
         if self._keeps_output:
             return keys.clone(), values.clone()
         if keys.shape[1] == 1 and keys.shape[-1] != values.shape[-1]:  # latents (MLA)
             return _dense(keys), _dense(values)
         return keys, values
+
+    def _gathered(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append tokens and return all, K and V each in a dtype of its own, as `torch.cat` would promote it.
+
+        Under `torch.autocast` rotated keys are float32 and values are not; the tiers hold both in the wider type.
+        """
+        manager, request_id = self._binding.manager, self._binding.request_id
+        keys, values = manager.update(request_id, self._layer_idx, *in_one_dtype(key_states, value_states))
+        self._dtypes = (
+            torch.promote_types(self._dtypes[0], key_states.dtype),
+            torch.promote_types(self._dtypes[1], value_states.dtype),
+        )
+        return keys.to(self._dtypes[0]), values.to(self._dtypes[1])
 
     def get_seq_length(self) -> int:
         """Tokens in the layer."""
@@ -258,11 +249,17 @@ class TieredLayer(DynamicLayer):
     def prefetch(self) -> None:
         """Nothing to do: the tiers load ahead by themselves."""
 
+    def check_intact(self) -> None:
+        """Raise if an interrupt struck while this layer's tokens were being moved.
+
+        Raises:
+            TieredCacheError: only a reset helps.
+        """
+        self._binding.manager.check_intact(self._binding.request_id, self._layer_idx)
+
     def reset(self) -> None:
         """Forget all tokens."""
         self._binding.check_open()
-        self._binding.pending = None
-        self._binding.tokens_before.clear()
         self._binding.manager.free_layer(self._binding.request_id, self._layer_idx)
         self.is_initialized = False
 
@@ -287,13 +284,13 @@ class TieredLayer(DynamicLayer):
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each batch row `repeats` times."""
         if self.get_seq_length():
-            self._select_rows(torch.arange(self.batch_size).repeat_interleave(repeats))
+            self._select_rows(torch.arange(self.batch_size, device="cpu").repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep some batch rows, given by index or by a mask."""
         if self.get_seq_length():
             picked = indices.cpu() if isinstance(indices, torch.Tensor) else indices
-            self._select_rows(torch.arange(self.batch_size)[picked])
+            self._select_rows(torch.arange(self.batch_size, device="cpu")[picked])
 
     @property
     def batch_size(self) -> int:
@@ -304,15 +301,15 @@ class TieredLayer(DynamicLayer):
         return batch
 
     def _select_rows(self, rows: torch.Tensor) -> None:
-        self._binding.check_complete()
         if self.get_seq_length():
             self._binding.manager.select_rows(self._binding.request_id, self._layer_idx, rows.tolist())
 
     def _materialise(self, which: int) -> torch.Tensor | None:
         if self._binding.closed or not self.get_seq_length():
             return None
-        positions = torch.arange(self.get_seq_length())
-        return self._binding.manager.fetch(self._binding.request_id, self._layer_idx, positions)[which]
+        positions = torch.arange(self.get_seq_length(), device="cpu")
+        states = self._binding.manager.fetch(self._binding.request_id, self._layer_idx, positions)[which]
+        return states.to(self._dtypes[which])
 
     def _refuse(self, value: torch.Tensor | None) -> None:
         if value is not None:

@@ -110,9 +110,11 @@ class Lane:
             slot.pool.release(slot)
             raise
         with layer.changing:
+            layer.torn = True
             block = layer.table.seal(layout)
             self._write_back.add(block, slot, event)
             layer.window.drop_oldest_block()
+            layer.torn = False
         if resident is not None:
             self.resident.enter(block, resident, ready=self.engine.record_compute())
         self._metrics.count(blocks_sealed=1, L0_read=layout.nbytes)

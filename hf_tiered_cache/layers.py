@@ -11,9 +11,10 @@ import torch
 
 from .blocks import BlockTable
 from .config import TieredCacheConfig
-from .errors import ConfigError
+from .errors import ConfigError, TieredCacheError
+from .geometry import Geometry
 from .transfer.engine import CopyEngine
-from .window import Geometry, WindowBuffer
+from .window import WindowBuffer
 
 
 class LayerState:
@@ -28,9 +29,10 @@ class LayerState:
         table: its sealed blocks.
         sink_tokens, block_tokens: as set.
 
-    `changing` is held while tokens are between window and table, for those who count them from other threads.
-    `streamed` says that attention takes it part by part, so that nobody needs it whole; `growing`, that its window
-    was made larger and takes the newest blocks back.
+    Each of window and table changes in one assignment. Whoever changes both holds `changing`, for those who
+    count tokens from other threads, and sets `torn` meanwhile: an interrupt may strike in between, and then a
+    token may be in both or in neither. `streamed` says that attention takes it part by part, so that nobody
+    needs it whole; `growing`, that its window was made larger and takes the newest blocks back.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class LayerState:
         self.block_tokens = block_tokens
         self.streamed = False
         self.growing = False
+        self.torn = False
         self.changing = threading.Lock()
 
     @classmethod
@@ -83,6 +86,18 @@ class LayerState:
         """Tokens in sealed blocks whose nearest stored copy is in this tier."""
         return sum(block.stored_in == place for block in self.table.blocks) * self.block_tokens
 
+    def check_intact(self) -> None:
+        """Raise if an interrupt struck between window and table.
+
+        Raises:
+            TieredCacheError: it did.
+        """
+        if self.torn:
+            raise TieredCacheError(
+                f"an interrupt struck while tokens of layer {self.layer_idx} were being moved, and where they are "
+                "is not certain: reset() the cache, or free() the request, and begin anew"
+            )
+
     def check_fits(self, new: Geometry, device: torch.device) -> None:
         """Raise unless tokens of this shape, on this device, can follow those that are here.
 
@@ -104,8 +119,12 @@ class LayerState:
     def select_rows(self, rows: Sequence[int] | np.ndarray[Any, Any]) -> None:
         """Let batch row `i` be what row `rows[i]` was: moves the window, and only the row maps of the blocks."""
         index = np.asarray(rows, dtype=np.int64)
-        self.window.select_rows(index)
-        self.table.select_rows(index)
+        content = self.window.with_rows(index)
+        with self.changing:
+            self.torn = True
+            self.window.become(content)
+            self.table.select_rows(index)
+            self.torn = False
 
     def fork(self, namespace: str, layer_idx: int) -> LayerState:
         """A second layer with the same tokens: shared blocks, which the caller counts, and a window of its own."""

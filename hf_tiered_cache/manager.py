@@ -13,6 +13,7 @@ import torch
 
 from .config import TieredCacheConfig
 from .errors import ConfigError
+from .geometry import Geometry
 from .layers import LayerState
 from .locks import TimedLock
 from .metrics import CacheStats
@@ -23,7 +24,6 @@ from .report import snapshot
 from .requests import Request, RequestBook, closed_error, layers_of
 from .resources import EngineFactory, Resources
 from .transfer.engine import make_engine
-from .window import Geometry
 from .windows import Windows
 
 
@@ -163,6 +163,12 @@ class KVCacheManager:
         layer = self._book.find(request_id).layers.get(layer_id)
         return 0 if layer is None else layer.count_tokens()
 
+    def check_intact(self, request_id: Hashable, layer_id: int) -> None:
+        """Raise `TieredCacheError` if an interrupt has torn a layer, so that only `free` helps."""
+        layer = self._book.find(request_id).layers.get(layer_id)
+        if layer is not None:
+            layer.check_intact()
+
     def overflows(self, request_id: Hashable, layer_id: int, new_tokens: int) -> bool:
         """Whether blocks of a layer have left its window, or will when so many tokens are added."""
         layer = self._book.find(request_id).layers.get(layer_id)
@@ -227,7 +233,7 @@ class KVCacheManager:
             rule: scale, mask and the like.
 
         Returns:
-            `[B, T, Hq, Dv]` in query's dtype.
+            `[B, T, Hq, Dv]` in query's dtype, or the rule's.
 
         Raises:
             ConfigError: the tensors do not fit each other or what the layer holds; nothing was added.
@@ -265,7 +271,7 @@ class KVCacheManager:
             TierReadError: a block could not be read.
         """
         with self._using(request_id) as request:
-            layer = _existing_layer(request, layer_id)
+            layer = request.existing_layer(layer_id)
             wanted = as_positions(positions, layer.tokens)
             self._paths.begin(request, layer_id)
             return self._paths.fetch(layer, wanted)
@@ -273,10 +279,9 @@ class KVCacheManager:
     def prefetch(
         self, request_id: Hashable, predicted_positions: torch.Tensor | Sequence[int] | None = None
     ) -> int:
-        """Start to load blocks for the layers that come next. Does not block.
-
-        The layers are those that follow the last one used, in the order learnt so far, as many as there are
-        free buffers (at least `prefetch_layers`, per device). `update` and `fetch` find the blocks on their way.
+        """Start to load blocks for the layers that come next, in the order learnt so far, as many as there are
+        free buffers (at least `prefetch_layers`, per device). `update` and `fetch` find them on their way. Does
+        not block.
 
         Args:
             request_id: which request.
@@ -293,9 +298,8 @@ class KVCacheManager:
             return self._paths.prefetch(request, positions)
 
     def evict(self, request_id: Hashable) -> int:
-        """Let a request leave the accelerator: seal every full block of its windows. Blocks on storage.
-
-        Sink tokens and the newest tokens that fill no block stay. The request can be used as before.
+        """Let a request leave the accelerator: seal every full block of its windows. Blocks on storage. Sink
+        tokens and the newest tokens that fill no block stay, and the request can be used as before.
 
         Returns:
             How many blocks were sealed.
@@ -323,15 +327,15 @@ class KVCacheManager:
     # -- changes of what is held --------------------------------------------------------------------------------
 
     def crop(self, request_id: Hashable, layer_id: int, tokens_to_remove: int) -> None:
-        """Remove the newest tokens of a layer. A crop into sealed blocks drops them whole and takes what
-        remains of the one on the border back into the window (blocks on its read).
+        """Remove the newest tokens of a layer. A crop into sealed blocks drops them whole and takes what remains
+        of the one on the border back into the window (blocks on its read).
 
         Raises:
             ConfigError: `tokens_to_remove` is negative.
             TierReadError: the block on the border could not be read; nothing was removed.
         """
         with self._using(request_id) as request:
-            layer = _existing_layer(request, layer_id)
+            layer = request.existing_layer(layer_id)
             if tokens_to_remove < 0:
                 raise ConfigError(f"tokens_to_remove={tokens_to_remove} is negative")
             self._paths.crop(layer, max(0, layer.tokens - tokens_to_remove))
@@ -340,7 +344,7 @@ class KVCacheManager:
         """Let batch row `i` of a layer be what row `rows[i]` was: reorders, repeats or drops rows. Moves the
         window's data only; for sealed blocks a row map changes."""
         with self._using(request_id) as request:
-            layer = _existing_layer(request, layer_id)
+            layer = request.existing_layer(layer_id)
             index = np.asarray(rows, dtype=np.int64)
             if index.size == 0 or index.min() < 0 or index.max() >= layer.geometry.batch:
                 raise ConfigError(f"rows {index.tolist()} are not all within a batch of {layer.geometry.batch}")
@@ -385,15 +389,8 @@ class KVCacheManager:
         if layer is None:
             layer = self._paths.new_layer(request, layer_id, geometry, key.device)
         else:
+            layer.check_intact()
             layer.check_fits(geometry, key.device)
             layer.window.follow()
         self._paths.begin(request, layer_id)
         return layer
-
-
-def _existing_layer(request: Request, layer_id: int) -> LayerState:
-    if layer_id not in request.layers:
-        raise ConfigError(f"layer {layer_id} of {request.request_id!r} holds nothing yet: append() to it first")
-    layer = request.layers[layer_id]
-    layer.window.follow()
-    return layer

@@ -38,6 +38,7 @@ class AttentionRule:
             (`True` may be seen) or added to the scores. With a row for each of several queries it contains
             causality.
         masked_tokens: if known, no token from this one on is masked, in a mask with one row for all queries.
+        dtype: to which queries, keys and values are rounded first, as `torch.autocast` does; `None`: not at all.
     """
 
     scale: float | None = None
@@ -45,6 +46,7 @@ class AttentionRule:
     sinks: torch.Tensor | None = None
     mask: torch.Tensor | None = None
     masked_tokens: int | None = None
+    dtype: torch.dtype | None = None
 
     def check_fits(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tokens: int) -> None:
         """Raise unless query and mask fit new K and V `[B, H, Q, D]` at the end of a sequence of `tokens`.
@@ -92,6 +94,7 @@ class OnlineAttention:
         rule: AttentionRule,
         account: L0Account | None = None,
     ) -> None:
+        given, query = query, query.to(rule.dtype or query.dtype)
         batch, heads, queries, key_dim = query.shape
         self._batch, self._queries, self._groups = batch, queries, heads // kv_heads
         self._dtype = query.dtype
@@ -105,7 +108,7 @@ class OnlineAttention:
         self._rows = query.unflatten(1, (kv_heads, self._groups)).flatten(2, 3)
         self._output = query.new_zeros(batch, kv_heads, rows, value_dim, dtype=exact)
         self._lse = query.new_full((batch, kv_heads, rows), -torch.inf, dtype=exact)
-        self._held_bytes = tensor_bytes(_if_new(self._rows, query), self._output, self._lse)
+        self._held_bytes = tensor_bytes(_if_new(self._rows, given), self._output, self._lse)
         self._account.add(self._held_bytes)
 
     def add(self, key: torch.Tensor, value: torch.Tensor, start: int, *, newest: bool = False) -> None:
@@ -160,7 +163,8 @@ class OnlineAttention:
                 self._add_stored_row(keys[:, stored], values[:, stored], np.flatnonzero(rows == stored_row), bias)
 
     def finish(self) -> torch.Tensor:
-        """The result, `[B, Q, Hq, Dv]` in query's dtype, contiguous; nothing can be added afterwards."""
+        """The result, `[B, Q, Hq, Dv]` in the rule's dtype or query's, contiguous; nothing can be added
+        afterwards."""
         if self._rule.sinks is not None:
             sinks = self._rule.sinks.to(self._lse.dtype).view(-1, self._groups)
             per_row = sinks.repeat_interleave(self._queries, dim=1)
@@ -219,7 +223,10 @@ class OnlineAttention:
         bias: torch.Tensor | None,
         causal: bool = False,
     ) -> Result:
-        return attend(rows, key, value, Scoring(self._scale, self._rule.softcap, bias, causal), self._account)
+        scoring = Scoring(self._scale, self._rule.softcap, bias, causal)
+        keys, values = key.to(rows.dtype), value.to(rows.dtype)
+        with self._account.temporary(_if_new(keys, key), _if_new(values, value)):
+            return attend(rows, keys, values, scoring, self._account)
 
     def _merge(self, members: slice, rows: slice, output: torch.Tensor, lse: torch.Tensor) -> None:
         """Join a part's result with what there is of some batch members and query rows."""

@@ -18,6 +18,7 @@ import torch
 
 from .config import TieredCacheConfig
 from .errors import ConfigError, TierError
+from .geometry import Geometry
 from .lane import Lane
 from .layers import LayerState
 from .online_attention import OnlineAttention
@@ -26,7 +27,6 @@ from .requests import Request, RequestBook
 from .residency import Residency
 from .resources import Resources
 from .seats import Seat
-from .window import Geometry
 from .windows import Windows
 
 logger = logging.getLogger(__name__)
@@ -110,9 +110,12 @@ class DataPaths:
     def _take_block_back(self, layer: LayerState) -> None:
         last = len(layer.table) - 1
         self._residency.touch(layer.table.slots[last:])
+        layer.window.make_room_for_block()
         with self._prefetcher.apart(layer, self._lane(layer), [last]) as (keys, values), layer.changing:
+            layer.torn = True
             layer.window.prepend_block(keys, values)
             self._residency.truncate(layer.table, last)
+            layer.torn = False
         if not layer.table:
             self._resources.forget(layer)
 
@@ -251,13 +254,13 @@ class DataPaths:
         first = layer.sink_tokens + keep_blocks * layer.block_tokens
         # Read before anything is dropped, so that a failure leaves the layer as it was.
         border = self.fetch(layer, np.arange(first, first + border_tokens))
+        content = layer.window.with_only(min(keep_tokens, layer.sink_tokens), *border)
         self._resources.forget(layer)
         with layer.changing:
-            layer.window.crop(layer.window.held_tokens)
+            layer.torn = True
+            layer.window.become(content)
             self._residency.truncate(layer.table, keep_blocks)
-            if border_tokens:
-                layer.window.append(*border)
-            layer.window.crop(layer.tokens - keep_tokens)
+            layer.torn = False
 
     def prefetch(self, request: Request, positions: Positions | None) -> int:
         """Start loads of the blocks that hold these positions, or that are likely to be read, for the layers that

@@ -9,10 +9,11 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from .config import TieredCacheConfig
+from .geometry import Geometry
 from .kernels import CONVERTED_BYTES, MATMUL_SCORE_ELEMENTS
 from .lane import SLOTS_PER_RING
 from .metrics import format_bytes
-from .window import Geometry, ring_tokens
+from .window import ring_tokens
 
 
 @dataclass(frozen=True)

@@ -68,6 +68,20 @@ class Request:
     layers_made: Counter[int] = field(default_factory=Counter)
     order: LayerOrder = field(default_factory=LayerOrder)
 
+    def existing_layer(self, layer_idx: int) -> LayerState:
+        """A layer that holds something, ready to be worked on by the calling thread.
+
+        Raises:
+            ConfigError: there is no such layer.
+            TieredCacheError: an interrupt has torn it.
+        """
+        if layer_idx not in self.layers:
+            raise ConfigError(f"layer {layer_idx} of {self.request_id!r} holds nothing yet: append() to it first")
+        layer = self.layers[layer_idx]
+        layer.check_intact()
+        layer.window.follow()
+        return layer
+
     def block_namespace(self, layer_idx: int) -> str:
         """A namespace for the blocks of a new layer, in which this layer never sealed any before: names of blocks
         that a reset dropped may still be in use."""

@@ -11,104 +11,67 @@ again. While it is 0, as it is until a block was sealed, sink and ring are one s
 
 How many tokens the window keeps may change at any time. Smaller: there are blocks to seal, then memory to
 release. Larger: there is room for more tokens, or for sealed blocks to come back in front of the oldest token.
+
+An interrupt (Ctrl-C) may strike between any two statements. So all that is known of a window is one immutable
+object, and every change makes a new one, when the tokens are in place already.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from .blocks import BlockLayout
-from .errors import ConfigError
+from .geometry import Geometry
 from .transfer.engine import CopyEngine
-
-# What vectorised kernels and copies like a tensor to begin at.
-_ALIGNMENT_BYTES = 256
-
-
-@dataclass(frozen=True)
-class Geometry:
-    """Shape of one layer's K `[batch, key_heads, T, key_dim]` and V `[batch, value_heads, T, value_dim]`."""
-
-    batch: int
-    key_heads: int
-    key_dim: int
-    value_heads: int
-    value_dim: int
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, key: torch.Tensor, value: torch.Tensor) -> Geometry:
-        """The geometry of these tensors.
-
-        Raises:
-            ConfigError: they are not a K and V of one layer.
-        """
-        if key.ndim != 4 or value.ndim != 4 or key.shape[0] != value.shape[0] or key.shape[2] != value.shape[2]:
-            raise ConfigError(
-                f"key {tuple(key.shape)} and value {tuple(value.shape)} must be [B, H, T, D] with the same batch "
-                "and the same number of tokens"
-            )
-        if key.dtype != value.dtype or key.device != value.device:
-            raise ConfigError(
-                f"key is {key.dtype} on {key.device}, value {value.dtype} on {value.device}: both must be the "
-                "same. torch.autocast makes them differ; load the model in one dtype instead"
-            )
-        return cls(key.shape[0], key.shape[1], key.shape[3], value.shape[1], value.shape[3], key.dtype)
-
-    def layout(self, block_tokens: int) -> BlockLayout:
-        """The layout of a block of this shape."""
-        return BlockLayout(
-            self.batch,
-            self.key_heads,
-            self.key_dim,
-            self.value_heads,
-            self.value_dim,
-            block_tokens,
-            self.dtype,
-        )
-
-    def nbytes(self, tokens: int) -> int:
-        """Bytes of a buffer for `carve`."""
-        keys, values = self._part_bytes(tokens)
-        return keys + values
-
-    def tokens_in(self, nbytes: int) -> int:
-        """Tokens for which a buffer of some bytes has room."""
-        per_token = self.nbytes(_ALIGNMENT_BYTES) // _ALIGNMENT_BYTES
-        return max(0, nbytes - 2 * _ALIGNMENT_BYTES) // per_token
-
-    def carve(self, buffer: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """View the start of a flat uint8 buffer as K and V `[batch, heads, tokens, dim]`."""
-        key_bytes, _ = self._part_bytes(tokens)
-        shapes = (
-            (self.batch, self.key_heads, tokens, self.key_dim),
-            (self.batch, self.value_heads, tokens, self.value_dim),
-        )
-        with torch.inference_mode(False):  # a change of dtype inside makes tensors that may not be mutated outside
-            keys, values = (
-                buffer[offset : offset + math.prod(shape) * self.dtype.itemsize].view(self.dtype).view(shape)
-                for offset, shape in zip((0, key_bytes), shapes, strict=True)
-            )
-        return keys, values
-
-    def _part_bytes(self, tokens: int) -> tuple[int, int]:
-        """Bytes of K and V, each rounded up so that V begins aligned too."""
-        per_token = self.batch * tokens * self.dtype.itemsize
-        keys, values = (
-            per_token * size for size in (self.key_heads * self.key_dim, self.value_heads * self.value_dim)
-        )
-        return -(-keys // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES, -(-values // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
 def ring_tokens(window_tokens: int, block_tokens: int) -> int:
     """Tokens that a ring has room for at most: a whole window, the block about to leave, and the one that comes
     in."""
     return (-(-window_tokens // block_tokens) + 2) * block_tokens
+
+
+@dataclass(frozen=True)
+class _Content:
+    """What a window holds, and where.
+
+    Args:
+        geometry: of K and V.
+        buffer: its memory.
+        keys, values: views of it, `[B, H, memory_tokens, D]`.
+        sink_held: tokens in the sink.
+        start: where the ring begins, counted behind the sink.
+        held_tokens: tokens in the ring.
+    """
+
+    geometry: Geometry
+    buffer: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    sink_held: int = 0
+    start: int = 0
+    held_tokens: int = 0
+
+    @classmethod
+    def empty(cls, engine: CopyEngine, geometry: Geometry, memory_tokens: int) -> _Content:
+        """No tokens, and memory for so many."""
+        buffer = engine.allocate(geometry.nbytes(memory_tokens))
+        return cls(geometry, buffer, *geometry.carve(buffer, memory_tokens))
+
+    def with_ring(self, start: int, held_tokens: int, sink_held: int | None = None) -> _Content:
+        """The same memory with other tokens in it. (Not by `replace`, which takes five times as long.)"""
+        return _Content(
+            self.geometry,
+            self.buffer,
+            self.keys,
+            self.values,
+            self.sink_held if sink_held is None else sink_held,
+            start if held_tokens else 0,
+            held_tokens,
+        )
 
 
 class WindowBuffer:
@@ -133,40 +96,51 @@ class WindowBuffer:
     def __init__(
         self, engine: CopyEngine, geometry: Geometry, sink_tokens: int, window_tokens: int, block_tokens: int
     ) -> None:
-        self.geometry = geometry
-        self.sink_held = 0
-        self.held_tokens = 0
         self._engine = engine
         self._sink_tokens = sink_tokens
         self._window_tokens = window_tokens
         self._block_tokens = block_tokens
-        self._start = 0
         self._stream = engine.compute_stream()
-        self._buffer = engine.allocate(0)
-        self._keys, self._values = geometry.carve(self._buffer, 0)
+        self._content = _Content.empty(engine, geometry, 0)
 
     @property
     def device(self) -> torch.device:
         """Where it lives."""
         return self._engine.device
 
+    @property
+    def geometry(self) -> Geometry:
+        """Shape and dtype of K and V."""
+        return self._content.geometry
+
+    @property
+    def sink_held(self) -> int:
+        """Tokens in the sink."""
+        return self._content.sink_held
+
+    @property
+    def held_tokens(self) -> int:
+        """Tokens after the sink."""
+        return self._content.held_tokens
+
     def follow(self) -> None:
         """The calling thread's compute stream goes on where another thread's left off."""
         stream = self._engine.compute_stream()
         if stream != self._stream:
             self._engine.compute_waits(self._engine.record_compute(self._stream))
-            self._engine.computes_with(self._buffer)
+            self._engine.computes_with(self._content.buffer)
             self._stream = stream
 
     @property
     def tokens(self) -> int:
         """Tokens held, sink included."""
-        return self.sink_held + self.held_tokens
+        content = self._content
+        return content.sink_held + content.held_tokens
 
     @property
     def nbytes(self) -> int:
         """Bytes of accelerator memory that it occupies."""
-        return self._buffer.numel()
+        return self._content.buffer.numel()
 
     @property
     def window_tokens(self) -> int:
@@ -196,21 +170,22 @@ class WindowBuffer:
         """Add tokens `[B, H, T, D]`, at most `room()`: to the sink while it has room, else to the ring."""
         new_tokens = keys.shape[-2]
         self._make_room(self.tokens + new_tokens)
-        done = 0
+        done, content = 0, self._content
         for target in self._slices_for(new_tokens):
             count = target.stop - target.start
-            self._keys[:, :, target].copy_(keys[:, :, done : done + count])
-            self._values[:, :, target].copy_(values[:, :, done : done + count])
+            content.keys[:, :, target].copy_(keys[:, :, done : done + count])
+            content.values[:, :, target].copy_(values[:, :, done : done + count])
             done += count
-        to_sink = min(new_tokens, self._sink_tokens - self.sink_held)
-        self.sink_held += to_sink
-        self.held_tokens += new_tokens - to_sink
+        to_sink = min(new_tokens, self._sink_tokens - content.sink_held)
+        self._content = content.with_ring(
+            content.start, content.held_tokens + new_tokens - to_sink, content.sink_held + to_sink
+        )
 
     def views(self) -> tuple[torch.Tensor, torch.Tensor]:
         """All tokens as one slice `[B, H, tokens, D]`; only while nothing is sealed."""
-        if self._start:  # blocks were sealed and have come back
+        if self._content.start:  # blocks were sealed and have come back
             self._reallocate(self._memory_tokens)
-        return self._keys[:, :, : self.tokens], self._values[:, :, : self.tokens]
+        return self._slice(slice(0, self.tokens))
 
     def parts(self, sealed_tokens: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
         """All tokens as slices K, V `[B, H, T, D]`, each with the position of its first token in a sequence that
@@ -221,54 +196,59 @@ class WindowBuffer:
             return
         position = 0
         if self.sink_held:
-            sink = slice(0, self.sink_held)
-            yield self._keys[:, :, sink], self._values[:, :, sink], 0
+            yield *self._slice(slice(0, self.sink_held)), 0
             position = self.sink_held
         position += sealed_tokens
         for held in self._held_slices():
-            yield self._keys[:, :, held], self._values[:, :, held], position
+            yield *self._slice(held), position
             position += held.stop - held.start
 
     def copy_to(self, keys: torch.Tensor, values: torch.Tensor, end: int) -> None:
         """Write the sink to the front of `[B, H, S, D]` tensors, and the window so that it ends before `end`."""
-        sink = slice(0, self.sink_held)
-        keys[:, :, sink].copy_(self._keys[:, :, sink])
-        values[:, :, sink].copy_(self._values[:, :, sink])
-        position = end - self.held_tokens
+        content = self._content
+        sink = slice(0, content.sink_held)
+        keys[:, :, sink].copy_(content.keys[:, :, sink])
+        values[:, :, sink].copy_(content.values[:, :, sink])
+        position = end - content.held_tokens
         for source in self._held_slices():
             target = slice(position, position + source.stop - source.start)
-            keys[:, :, target].copy_(self._keys[:, :, source])
-            values[:, :, target].copy_(self._values[:, :, source])
+            keys[:, :, target].copy_(content.keys[:, :, source])
+            values[:, :, target].copy_(content.values[:, :, source])
             position = target.stop
 
     def select_tokens(self, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """New tensors with some tokens of the window: index 0 is the oldest after the sink, -1 the last of
         the sink, -2 the one before; `indices` is 1-D int64 on the layer's device."""
-        ring = self._sink_tokens + torch.remainder(indices + self._start, max(1, self._ring_tokens))
-        place = torch.where(indices < 0, indices + self.sink_held, ring)
-        return self._keys.index_select(2, place), self._values.index_select(2, place)
+        content = self._content
+        ring = self._sink_tokens + torch.remainder(indices + content.start, max(1, self._ring_tokens))
+        place = torch.where(indices < 0, indices + content.sink_held, ring)
+        return content.keys.index_select(2, place), content.values.index_select(2, place)
 
     def oldest_block(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The next block to leave, `[B, H, block_tokens, D]`."""
-        block = self._first_block()
-        return self._keys[:, :, block], self._values[:, :, block]
+        return self._slice(self._block_at(self._content.start))
 
     def drop_oldest_block(self) -> None:
         """Forget the oldest block; it is sealed."""
-        self.held_tokens -= self._block_tokens
-        self._start = (self._start + self._block_tokens) % self._ring_tokens if self.held_tokens else 0
+        content = self._content
+        start = (content.start + self._block_tokens) % self._ring_tokens
+        self._content = content.with_ring(start, content.held_tokens - self._block_tokens)
+
+    def make_room_for_block(self) -> None:
+        """Have memory for one more block; takes some if need be."""
+        self._make_room(self.tokens + self._block_tokens)
 
     def prepend_block(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Take the newest sealed block back, `[B, H, block_tokens, D]`, in front of the oldest token after the
         sink, while the window `takes_block_back`."""
         assert self.takes_block_back and self.sink_held == self._sink_tokens
-        self._make_room(self.tokens + self._block_tokens)
-        if self.held_tokens:
-            self._start = (self._start - self._block_tokens) % self._ring_tokens
-        self.held_tokens += self._block_tokens
-        block = self._first_block()
-        self._keys[:, :, block].copy_(keys)
-        self._values[:, :, block].copy_(values)
+        self.make_room_for_block()
+        content = self._content
+        start = (content.start - self._block_tokens) % self._ring_tokens if content.held_tokens else 0
+        block_keys, block_values = self._slice(self._block_at(start))
+        block_keys.copy_(keys)
+        block_values.copy_(values)
+        self._content = content.with_ring(start, content.held_tokens + self._block_tokens)
 
     def resize(self, window_tokens: int) -> None:
         """Keep so many tokens from now on, at least one block. Moves nothing.
@@ -287,23 +267,38 @@ class WindowBuffer:
 
     def crop(self, tokens: int) -> None:
         """Forget the newest tokens, at most `self.tokens`; sink tokens go last."""
-        from_ring = min(tokens, self.held_tokens)
-        self.held_tokens -= from_ring
-        self.sink_held -= tokens - from_ring
-        if self.held_tokens == 0:
-            self._start = 0
+        content = self._content
+        from_ring = min(tokens, content.held_tokens)
+        self._content = content.with_ring(
+            content.start, content.held_tokens - from_ring, content.sink_held - (tokens - from_ring)
+        )
 
-    def select_rows(self, rows: np.ndarray) -> None:
-        """Let batch row `i` be what row `rows[i]` was. Copies the window."""
-        index = torch.from_numpy(np.asarray(rows)).to(self._keys.device)
-        geometry, memory_tokens = replace(self.geometry, batch=len(rows)), self._memory_tokens
-        buffer = self._engine.allocate(geometry.nbytes(memory_tokens))
-        keys, values = geometry.carve(buffer, memory_tokens)
-        if memory_tokens:
-            keys.copy_(self._keys.index_select(0, index))
-            values.copy_(self._values.index_select(0, index))
-        self._engine.free(self._buffer)
-        self.geometry, self._buffer, self._keys, self._values = geometry, buffer, keys, values
+    def with_only(self, sink_tokens: int, keys: torch.Tensor, values: torch.Tensor) -> _Content:
+        """A window's content, in memory of its own, that has the first tokens of the sink and then these, `[B,
+        H, T, D]`, at most a block; for `become`. Changes nothing."""
+        old, new_tokens = self._content, keys.shape[2]
+        content = _Content.empty(self._engine, old.geometry, self._sink_tokens + self._block_tokens)
+        first, then = slice(0, sink_tokens), slice(self._sink_tokens, self._sink_tokens + new_tokens)
+        for target, source, new in ((content.keys, old.keys, keys), (content.values, old.values, values)):
+            target[:, :, first].copy_(source[:, :, first])
+            target[:, :, then].copy_(new)
+        return content.with_ring(0, new_tokens, sink_tokens)
+
+    def become(self, content: _Content) -> None:
+        """Hold this from now on; the memory before is given up."""
+        old, self._content = self._content, content
+        self._engine.free(old.buffer)
+
+    def with_rows(self, rows: np.ndarray) -> _Content:
+        """A window's content, in memory of its own, whose batch row `i` is what row `rows[i]` is here; for
+        `become`. Changes nothing."""
+        old = self._content
+        index = torch.from_numpy(np.asarray(rows)).to(old.keys.device)
+        content = _Content.empty(self._engine, replace(old.geometry, batch=len(rows)), self._memory_tokens)
+        if self._memory_tokens:
+            content.keys.copy_(old.keys.index_select(0, index))
+            content.values.copy_(old.values.index_select(0, index))
+        return content.with_ring(old.start, old.held_tokens, old.sink_held)
 
     def shrink(self) -> None:
         """Keep no more memory than what is held needs, in whole blocks."""
@@ -314,29 +309,29 @@ class WindowBuffer:
         twin = WindowBuffer(
             self._engine, self.geometry, self._sink_tokens, self._window_tokens, self._block_tokens
         )
-        twin.sink_held, twin.held_tokens, twin._start = self.sink_held, self.held_tokens, self._start
-        twin._buffer = self._engine.allocate(self.geometry.nbytes(self._memory_tokens))
-        twin._keys, twin._values = self.geometry.carve(twin._buffer, self._memory_tokens)
-        twin._keys.copy_(self._keys)
-        twin._values.copy_(self._values)
+        old = self._content
+        content = _Content.empty(self._engine, old.geometry, self._memory_tokens)
+        content.keys.copy_(old.keys)
+        content.values.copy_(old.values)
+        twin._content = content.with_ring(old.start, old.held_tokens, old.sink_held)
         return twin
 
     def free(self) -> None:
         """Give the memory up; the window is empty afterwards."""
-        self._engine.free(self._buffer)
-        self._buffer = self._engine.allocate(0)
-        self._start = self.sink_held = self.held_tokens = 0
-        self._keys, self._values = self.geometry.carve(self._buffer, 0)
+        self.become(_Content.empty(self._engine, self.geometry, 0))
 
     def _slices_for(self, new_tokens: int) -> Iterator[slice]:
         """Where `new_tokens` more tokens go, in order, as slices of the buffer."""
         to_sink = min(new_tokens, self._sink_tokens - self.sink_held)
         if to_sink:
             yield slice(self.sink_held, self.sink_held + to_sink)
-        yield from self._ring_slices(self._start + self.held_tokens, new_tokens - to_sink)
+        yield from self._ring_slices(self._content.start + self.held_tokens, new_tokens - to_sink)
 
     def _held_slices(self) -> Iterator[slice]:
-        return self._ring_slices(self._start, self.held_tokens)
+        return self._ring_slices(self._content.start, self.held_tokens)
+
+    def _slice(self, tokens: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._content.keys[:, :, tokens], self._content.values[:, :, tokens]
 
     def _ring_slices(self, first: int, count: int) -> Iterator[slice]:
         while count:
@@ -345,15 +340,15 @@ class WindowBuffer:
             yield slice(self._sink_tokens + first, self._sink_tokens + first + piece)
             first, count = first + piece, count - piece
 
-    def _first_block(self) -> slice:
-        """Where the ring's oldest block is."""
-        first = self._sink_tokens + self._start
+    def _block_at(self, start: int) -> slice:
+        """Where a block is that begins somewhere in the ring."""
+        first = self._sink_tokens + start
         return slice(first, first + self._block_tokens)
 
     @property
     def _memory_tokens(self) -> int:
         """Tokens for which there is memory, sink included."""
-        return self._keys.shape[2]
+        return self._content.keys.shape[2]
 
     @property
     def _ring_tokens(self) -> int:
@@ -378,9 +373,7 @@ class WindowBuffer:
 
     def _reallocate(self, memory_tokens: int) -> None:
         """Move what is held to other memory, where the ring starts at 0."""
-        buffer = self._engine.allocate(self.geometry.nbytes(memory_tokens))
-        keys, values = self.geometry.carve(buffer, memory_tokens)
-        self.copy_to(keys, values, end=self.tokens)
-        self._engine.free(self._buffer)
-        self._buffer, self._keys, self._values = buffer, keys, values
-        self._start = 0
+        old = self._content
+        content = _Content.empty(self._engine, old.geometry, memory_tokens)
+        self.copy_to(content.keys, content.values, end=self.tokens)
+        self.become(content.with_ring(0, old.held_tokens, old.sink_held))

@@ -14,10 +14,10 @@ PACKAGE = Path(hf_tiered_cache.__file__).parent
 # Each module imports from strictly lower rows; see "Modules" in docs/decisions.md.
 ROWS = [
     {"errors", "host_memory"},
-    {"config", "continuation", "metrics", "blocks", "heat", "transfer.worker", "streaming_models"},
-    {"workspace", "locks", "places", "eviction", "tiers.base", "transfer.engine"},
+    {"config", "continuation", "metrics", "blocks", "heat", "transfer.worker", "streaming_models", "stock_layers"},
+    {"workspace", "locks", "places", "eviction", "geometry", "tiers.base", "transfer.engine"},
     {"replay", "tiers.host", "tiers.nvme", "tiers.zarr", "transfer.staging", "window", "kernels"},
-    {"tiers", "layers", "online_attention", "buffers", "pressure"},
+    {"tiers", "layers", "online_attention", "buffers", "pressure", "passes"},
     {"residency", "requests", "windows", "placement"},
     {"mover", "resident"},
     {"writeback"},
@@ -30,6 +30,7 @@ ROWS = [
     {"manager"},
     {"attention", "planner"},
     {"cache_layer"},
+    {"rollback"},
     {"cache"},
     {"", "transfer"},
     {"bench", "bench._models", "bench._traces"},

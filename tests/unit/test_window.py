@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_tiered_cache.geometry import Geometry
 from hf_tiered_cache.metrics import Metrics
-from hf_tiered_cache.window import Geometry, WindowBuffer, ring_tokens
+from hf_tiered_cache.window import WindowBuffer, ring_tokens
 
 from ..fakes import LateEngine
 
@@ -103,7 +104,7 @@ class Model:
 
     def select_rows(self, choice: list[int]) -> None:
         rows = torch.tensor([row % self.keys.shape[0] for row in choice])
-        self.window.select_rows(rows.numpy())
+        self.window.become(self.window.with_rows(rows.numpy()))
         self.keys, self.values = self.keys[rows], self.values[rows]
         self.sealed = [(keys[rows], values[rows]) for keys, values in self.sealed]
 

@@ -1,0 +1,89 @@
+"""What can be told of the layers that stay transformers' own: sliding, recurrent, indexed and others."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
+
+# The tensors of a layer with a recurrent state, and how often each was written to.
+StateMark = tuple[tuple["weakref.ref[torch.Tensor]", int], ...]
+
+
+def attention_layers(layers: Sequence[Any]) -> list[int]:
+    """Those that hold tokens."""
+    return [layer_idx for layer_idx, layer in enumerate(layers) if isinstance(layer, CacheLayerMixin)]
+
+
+def recurrent_layers(layers: Sequence[Any]) -> list[int]:
+    """Those that hold a state, alone or beside tokens."""
+    return [i for i, layer in enumerate(layers) if isinstance(layer, LinearAttentionCacheLayerMixin)]
+
+
+def indexer_tokens(layer: Any) -> int:
+    """Keys that a layer holds for its indexer."""
+    keys = getattr(layer, "indexer_keys", None)
+    return keys.shape[1] if isinstance(keys, torch.Tensor) and keys.ndim == 3 else 0
+
+
+def _states(layer: Any) -> list[torch.Tensor]:
+    states: list[torch.Tensor] = []
+    for value in vars(layer).values():
+        parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
+        states += [part for part in parts if isinstance(part, torch.Tensor)]
+    return states
+
+
+def state_mark(layer: Any) -> StateMark | None:
+    """What there is to be seen of a recurrent layer's state; `None` where its changes leave no trace."""
+    states = _states(layer)
+    if any(state.is_inference() for state in states):
+        return None
+    return tuple((weakref.ref(state), state._version) for state in states)
+
+
+def has_changed(layer: Any, mark: StateMark | None) -> bool:
+    """Whether a recurrent layer's state was changed since; true when that cannot be seen."""
+    states = _states(layer)
+    if mark is None or len(mark) != len(states) or any(state.is_inference() for state in states):
+        return True
+    return any(
+        state is not seen() or state._version != version
+        for state, (seen, version) in zip(states, mark, strict=True)
+    )
+
+
+def indexer_is_complete(layer: Any) -> bool:
+    """Whether a layer has as many keys for its indexer, if there is one, as for its attention."""
+    tokens = indexer_tokens(layer)
+    return not tokens or tokens == layer.get_seq_length()
+
+
+def records_past(layer: Any) -> bool:
+    """Whether a layer keeps what it would forget until the next crop."""
+    return bool(getattr(layer, "record_past", False))
+
+
+def why_not_back(layer: Any, tokens: int, torn: bool) -> str | None:
+    """Why a layer cannot be what it was before a forward pass that ended half-way; `None` when it can.
+
+    Args:
+        layer: not one of the tiered ones.
+        tokens: how many it would have to forget.
+        torn: whether that pass ended in the middle of its update.
+    """
+    if isinstance(layer, LinearAttentionCacheLayerMixin):
+        return "it keeps a state"
+    if not isinstance(layer, CacheLayerMixin) or not (tokens or layer.get_seq_length()):
+        return None
+    if torn or not indexer_is_complete(layer):
+        return "the pass ended in the middle of its update"
+    if tokens and not layer.is_croppable:
+        return "it cannot be cropped"
+    window = getattr(layer, "sliding_window", None)
+    if tokens and window is not None and layer.get_seq_length() >= window and not records_past(layer):
+        return "its window has moved on"
+    return None
