@@ -11,6 +11,7 @@ from .errors import TierError, TierFullError
 from .metrics import Metrics
 from .mover import BATCH_BLOCKS, Move, Mover
 from .residency import Residency
+from .tier_io import failures_as_tier_errors
 from .transfer.engine import Event
 from .transfer.staging import StagingPool, StagingSlot
 from .transfer.worker import Worker
@@ -81,8 +82,7 @@ class WriteBack:
             failure, self._failure = self._failure, None
             if not any(block.references for block in self._queue):
                 failure = None  # what could not be written is not needed any more
-            failure = failure or self._residency.delete_failure
-            self._residency.delete_failure = None
+            failure = failure or self._residency.take_failure()
         if failure is not None:
             raise failure
 
@@ -93,10 +93,11 @@ class WriteBack:
             TierError: a block could not be stored.
         """
         self._background.submit(self._drain).result()
-        self._background.submit(self._residency.collect).result()
+        self._residency.garbage.collect_all()
         self.raise_failure()
         for tier in self._residency.tiers.values():
-            tier.flush()
+            with failures_as_tier_errors(f"{tier.name}: flushing"):
+                tier.flush()
 
     def balance_soon(self) -> None:
         """Have the tiers balanced when nothing else is to be done. Does not block."""
@@ -121,7 +122,7 @@ class WriteBack:
                 self._stopped = False
             except TierError as error:
                 failure = error
-            except Exception as error:  # a failed copy, or a bug: it must reach the user as well
+            except BaseException as error:  # a failed copy, a plug-in: it must reach the user as well
                 failure = TierError(f"write-back failed: {error!r}")
                 failure.__cause__ = error
             with self._residency.changed:
@@ -174,4 +175,9 @@ class WriteBack:
     def _balance(self) -> None:
         with self._residency.changed:
             self._balancing = False
-        self._mover.balance(interrupted=lambda: bool(self._queue))
+        try:
+            self._mover.balance(interrupted=lambda: bool(self._queue))
+        except BaseException as error:  # of a plug-in: nobody waits for this task
+            failure = TierError(f"the tiers are not balanced: {error!r}")
+            failure.__cause__ = error
+            self._residency.report(failure)
