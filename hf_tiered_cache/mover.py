@@ -175,9 +175,13 @@ class Mover:
         if policy is None:
             return False
         few = max(1, min(BATCH_BLOCKS, int(upper.blocks * _DEMOTED_SHARE)))
-        with self._residency.changed:
-            at_rest = self._sample(self._residency.places.at_rest(upper.name))
-            victims = self._residency.ask(policy, lambda policy: self._victims(policy, at_rest, few))
+        try:
+            with self._residency.changed:
+                at_rest = self._sample(self._residency.places.at_rest(upper.name))
+                victims = self._residency.ask(policy, lambda policy: self._victims(policy, at_rest, few))
+        except TierError as error:  # the user will be told; a tier below may have room
+            logger.warning("%s", error)
+            return False
         try:
             return self._sink(victims, upper)
         except TierFullError as error:

@@ -29,7 +29,7 @@ from .heat import Floats, HeatTable, Slots
 from .locks import timed_condition
 from .metrics import Metrics
 from .places import Places
-from .tier_io import failures_as_tier_errors
+from .tier_io import caused_by, failures_as_tier_errors
 from .tiers import Tier, TierIO
 from .transfer.staging import StagingSlot
 from .transfer.worker import Worker
@@ -340,10 +340,10 @@ class Residency:
             except BaseException as error:
                 failure = failure or error
         try:
+            if isinstance(failure, Exception):
+                raise failure
             if failure is not None:
-                raise (
-                    failure if isinstance(failure, Exception) else TierError(f"reading failed: {failure!r}")
-                ) from failure
+                raise caused_by(failure, "reading failed")
         finally:
             del failure  # it refers to this frame, and that to the caller's memory
 

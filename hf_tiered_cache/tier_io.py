@@ -173,6 +173,13 @@ def translate(error: Exception, doing: Doing, describe: str) -> TierError:
     return TierError(f"{describe}: {named}")
 
 
+def caused_by(cause: BaseException, describe: str) -> TierError:
+    """A `TierError` for whatever was raised, `SystemExit` included, where nobody would hear of that."""
+    error = TierError(f"{describe}: {cause!r}")
+    error.__cause__ = cause
+    return error
+
+
 @contextmanager
 def failures_as_tier_errors(describe: str) -> Iterator[None]:
     """What a tier or a policy raises in here becomes a `TierError`, with it as the cause.

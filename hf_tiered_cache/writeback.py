@@ -11,7 +11,7 @@ from .errors import TierError, TierFullError
 from .metrics import Metrics
 from .mover import BATCH_BLOCKS, Move, Mover
 from .residency import Residency
-from .tier_io import failures_as_tier_errors
+from .tier_io import caused_by, failures_as_tier_errors
 from .transfer.engine import Event
 from .transfer.staging import StagingPool, StagingSlot
 from .transfer.worker import Worker
@@ -123,8 +123,7 @@ class WriteBack:
             except TierError as error:
                 failure = error
             except BaseException as error:  # a failed copy, a plug-in: it must reach the user as well
-                failure = TierError(f"write-back failed: {error!r}")
-                failure.__cause__ = error
+                failure = caused_by(error, "write-back failed")
             with self._residency.changed:
                 self._residency.places.hold([block for block, _ in batch], -1)
                 for block, copy in batch:
@@ -178,6 +177,4 @@ class WriteBack:
         try:
             self._mover.balance(interrupted=lambda: bool(self._queue))
         except BaseException as error:  # of a plug-in: nobody waits for this task
-            failure = TierError(f"the tiers are not balanced: {error!r}")
-            failure.__cause__ = error
-            self._residency.report(failure)
+            self._residency.report(caused_by(error, "the tiers are not balanced"))

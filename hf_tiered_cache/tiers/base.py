@@ -19,7 +19,7 @@ from ..blocks import Bits, BlockKey, BlockLayout
 from ..config import TieredCacheConfig
 from ..errors import ConfigError, TierError, TierFullError
 from ..registry import Registry
-from ..tier_io import Doing, TierFuture, TierIO, failures_as_tier_errors
+from ..tier_io import Doing, TierFuture, TierIO, caused_by, failures_as_tier_errors
 
 logger = logging.getLogger(__name__)
 
@@ -318,8 +318,7 @@ class Tier(ABC):
         except TierError as error:
             failures[key] = error
         except BaseException as error:
-            failures[key] = TierError(f"{self._describe('deleting', key)}: {error!r}")
-            failures[key].__cause__ = error
+            failures[key] = caused_by(error, self._describe("deleting", key))
 
     def _remove(self, key: BlockKey) -> TierIO:
         return TierIO(lambda: self.start_delete(key), "deleting", self._describe("deleting", key))
