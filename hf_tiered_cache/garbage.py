@@ -86,9 +86,9 @@ class Garbage:
         return len(failed) < len(batch)
 
     def _collect_queued(self) -> None:
+        self.collect()
         with self._lock:
             self._is_queued = False
-        self.collect()
         self.collect_soon()
 
     def _delete(self, batch: dict[tuple[Tier, Block], None]) -> dict[tuple[Tier, Block], None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import CancelledError
 
 from .blocks import STAGING, Block, BlockCopy
 from .errors import TierError, TierFullError
@@ -132,7 +133,8 @@ class WriteBack:
                 self._queue.extendleft(block for block, copy in reversed(batch) if not copy.doomed)
                 self._failure = failure or self._failure
                 pools = list(self._pools)
-        if not self._stopped:
+        # While closing, copies to the host that have not begun are cancelled.
+        if not self._stopped and not isinstance(failure.__cause__, CancelledError):
             logger.warning("write-back stopped: %s", failure)
         self._stopped = True
         for pool in pools:

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-import tensorstore as ts
 import torch
 
 from ..blocks import Bits, BlockKey, BlockLayout
@@ -342,12 +341,6 @@ class Tier(ABC):
         blocks = f"block {key.block_idx}" if last is None else f"blocks {key.block_idx} to {last.block_idx}"
         where = "" if self._root is None else f" below {self._root}"
         return f"{self.name}: {doing} layer {key.layer_idx}, {blocks}{where}"
-
-
-def delete_chunk(store: ts.TensorStore, chunk_key: str) -> ts.Future[Any]:
-    """Start to remove one chunk of an array."""
-    assert store.kvstore is not None
-    return store.kvstore.write(chunk_key, None)
 
 
 TierRegistry: Registry[Tier] = Registry("tier", Tier, "hf_tiered_cache.tiers")  # type: ignore[type-abstract]

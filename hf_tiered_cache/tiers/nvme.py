@@ -20,7 +20,7 @@ from ..blocks import Bits, BlockKey, BlockLayout
 from ..config import TieredCacheConfig
 from ..host_memory import available_bytes
 from ..tier_io import TierFuture
-from .base import Tier, delete_chunk, register_tier
+from .base import Tier, register_tier
 
 # Declared up front: a chunk that was never written costs nothing, a later resize would.
 _SLOTS = 1 << 40
@@ -46,6 +46,7 @@ def _context(io_mode: str) -> ts.Context:
 class _LayerArray:
     """The open array of one layer and layout. Slots are handed out once, in order."""
 
+    path: Path
     writable: ts.TensorStore
     readable: dict[str, ts.TensorStore]
     next_slot: int = 0
@@ -105,7 +106,9 @@ class NvmeTier(Tier):
         if located is None:
             return []
         array, slot = located
-        return [delete_chunk(array.writable, f"c.{slot}.0.0")]
+        # Not through tensorstore, which takes ten times as long to remove a file.
+        (array.path / f"c.{slot}.0.0").unlink(missing_ok=True)
+        return []
 
     def forget(self, key: BlockKey) -> None:
         self._slots.pop(key, None)
@@ -150,4 +153,4 @@ class NvmeTier(Tier):
             mode: ts.open({**spec, "assume_metadata": True}, open=True, context=context).result()
             for mode, context in self._contexts.items()
         }
-        return _LayerArray(writable, readable)
+        return _LayerArray(path, writable, readable)
