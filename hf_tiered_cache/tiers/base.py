@@ -249,6 +249,8 @@ class Tier(ABC):
         """
         describe = self._describe("writing", key)
         with failures_as_tier_errors(describe):
+            if source.shape != (layout.rows, layout.row_elements):
+                raise ValueError(f"{source.shape} is not the shape of a block of {layout}")
             occupied = self.occupied_bytes(layout)
         with self._lock:
             if not self.has_room(occupied):

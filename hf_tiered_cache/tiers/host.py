@@ -139,8 +139,6 @@ class HostTier(Tier):
                 self._release(buffer)
 
     def start_write(self, key: BlockKey, layout: BlockLayout, source: Bits) -> Sequence[TierFuture]:
-        if source.shape != (layout.rows, layout.row_elements):
-            raise ValueError(f"INVALID_ARGUMENT: {source.shape} is not the shape of a block of {layout}")
         buffer = self._take(self.occupied_bytes(layout))
         np.copyto(_bits(buffer.memory, layout), source)
         self._stored[key] = (buffer, layout.nbytes)

@@ -43,6 +43,8 @@ ROWS = [
     {"cache_layer"},
     {"cache"},
     {"", "transfer"},
+    {"testing.tiers", "testing.eviction"},
+    {"testing"},
     {"bench", "bench._models", "bench._traces"},
     {"bench.longcontext", "bench.overhead", "bench.overlap", "bench.policies"},
     {"bench.__main__"},
