@@ -276,7 +276,8 @@ class Residency:
     # -- what goes wrong ------------------------------------------------------------------------------------------
 
     def ask(self, policy: EvictionPolicy, question: Callable[[EvictionPolicy], T]) -> T:
-        """What a policy answers; a question that fails is asked once more. May be called with the lock held.
+        """What a policy answers; a question that fails is asked once more. May be called with the lock held, on a
+        thread of the package's own.
 
         Args:
             policy: of the user, maybe.
@@ -287,16 +288,16 @@ class Residency:
         """
         try:
             return question(policy)
-        except Exception as error:
+        except BaseException as error:
             logger.debug("%s: %r; asking again", type(policy).__name__, error)
         try:
-            with failures_as_tier_errors(
-                f"the eviction policy {type(policy).__qualname__} failed; nothing was moved"
-            ):
-                return question(policy)
-        except TierError as error:
-            self.report(error)
-            raise
+            return question(policy)
+        except BaseException as error:
+            failure = caused_by(
+                error, f"the eviction policy {type(policy).__qualname__} failed; nothing was moved"
+            )
+        self.report(failure)
+        raise failure
 
     def report(self, failure: TierError) -> None:
         """Something went wrong in the background that nobody waits for: the user is told at the next call."""
