@@ -8,6 +8,7 @@ with TieredCache(config=model.config) as cache:
 ```
 """
 
+from .blocks import Bits, BlockKey, BlockLayout
 from .cache import TieredCache
 from .config import TieredCacheConfig
 from .errors import (
@@ -21,18 +22,21 @@ from .errors import (
     UnsupportedModelError,
     VerificationError,
 )
-from .eviction import EvictionPolicy, register_eviction
-from .heat import HeatTable
+from .eviction import EvictionPolicy, Values, register_eviction
+from .heat import HeatTable, Slots
 from .manager import KVCacheManager
 from .metrics import CacheStats, TierStats
 from .online_attention import AttentionRule
 from .planner import StreamingL0, plan_streaming
-from .tiers import Tier, register_tier
+from .tiers import Tier, TierFuture, register_tier
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AttentionRule",
+    "Bits",
+    "BlockKey",
+    "BlockLayout",
     "CacheClosedError",
     "CacheStats",
     "ConfigError",
@@ -40,16 +44,19 @@ __all__ = [
     "FingerprintMismatchError",
     "HeatTable",
     "KVCacheManager",
+    "Slots",
     "StreamingL0",
     "Tier",
     "TierError",
     "TierFullError",
+    "TierFuture",
     "TierReadError",
     "TierStats",
     "TieredCache",
     "TieredCacheConfig",
     "TieredCacheError",
     "UnsupportedModelError",
+    "Values",
     "VerificationError",
     "plan_streaming",
     "register_eviction",

@@ -5,7 +5,8 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from .errors import ConfigError
@@ -94,7 +95,9 @@ class TieredCacheConfig:
             read.
         prefetch_threshold: probability of being read from which on a block is loaded ahead of time, where the
             blocks to come are not known for certain.
-        l1_tier, l2_tier: storage implementations; see `register_tier`.
+        l1_tier, l2_tier: storage implementations; see `register_tier`. Default: `"nvme"`, and `"zarr"` where there
+            is an `l2_url`. A tier that needs no directory is used without an `l2_url`, too.
+        l1_options, l2_options: options of the tier, by name; which there are, it knows itself. Read only.
         mode: `"exact"`: every token takes part in attention.
         selection, top_blocks, tolerance, verify: reserved; a value that asks for something is refused.
 
@@ -126,7 +129,9 @@ class TieredCacheConfig:
     warmup_steps: int = 16
     prefetch_threshold: float = 0.5
     l1_tier: str = "nvme"
-    l2_tier: str = "zarr"
+    l2_tier: str | None = None
+    l1_options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    l2_options: Mapping[str, Any] = field(default_factory=dict, hash=False)
     mode: Literal["exact"] = "exact"
     selection: str | None = None
     top_blocks: int | None = None
@@ -166,12 +171,12 @@ class TieredCacheConfig:
             raise ConfigError(f"l1_io_mode={self.l1_io_mode!r}: take 'auto', 'direct' or 'buffered'")
         if self.stream_buffer_bytes == 0:
             raise ConfigError("stream_buffer_size=0: a buffer holds at least one block; '16MiB' is a good size")
-        if self.l1_capacity_bytes == 0 and self.l2_url is None and self.host_capacity_bytes in (0, None):
+        no_l2 = self.l2_url is None and self.l2_tier is None
+        if self.l1_capacity_bytes == 0 and no_l2 and self.host_capacity_bytes in (0, None):
             raise ConfigError(
                 "l1_capacity=0 turns L1 off: give an l2_url or a host_capacity, or blocks have nowhere to go"
             )
-        if "://" in self.l2_directory and not self.l2_directory.startswith("file://"):
-            raise ConfigError(f"l2_url={self.l2_url!r}: only local directories are available yet")
+        self._check_tiers()
 
     def _check_window(self) -> None:
         bounds = ("window_min_tokens", "window_max_tokens")
@@ -214,6 +219,21 @@ class TieredCacheConfig:
         for name in ("host_capacity", "resident_capacity"):
             if getattr(self, name) is not None:
                 parse_bytes(getattr(self, name), name)
+
+    def _check_tiers(self) -> None:
+        if self.l2_tier is None and "://" in self.l2_directory:
+            raise ConfigError(
+                f"l2_url={self.l2_url!r}: give an existing directory, or the l2_tier that knows such a URL"
+            )
+        for name in ("l1_tier", "l2_tier"):
+            tier = getattr(self, name)
+            if not isinstance(tier, str) and not (tier is None and name == "l2_tier"):
+                raise ConfigError(f"{name}={tier!r}: give the name of a tier")
+        for name in ("l1_options", "l2_options"):
+            options = getattr(self, name)
+            if not isinstance(options, Mapping) or not all(isinstance(option, str) for option in options):
+                raise ConfigError(f"{name}={options!r}: give a dict of options by name")
+            object.__setattr__(self, name, dict(options))  # the caller's may change
 
     def _fraction(self, name: str) -> float:
         value = getattr(self, name)

@@ -18,39 +18,12 @@ import numpy as np
 from .config import TieredCacheConfig
 from .errors import ConfigError
 from .heat import HeatTable, Slots
+from .registry import Registry
+from .tier_io import failures_as_tier_errors
 
 Values = np.ndarray[Any, np.dtype[np.float64]]
 
-POLICIES: dict[str, type[EvictionPolicy]] = {}
-
 _PolicyClass = TypeVar("_PolicyClass", bound="type[EvictionPolicy]")
-
-
-def register_eviction(name: str) -> Callable[[_PolicyClass], _PolicyClass]:
-    """Class decorator: make a policy available as `eviction=name`."""
-
-    def register(policy_class: _PolicyClass) -> _PolicyClass:
-        POLICIES[name] = policy_class
-        return policy_class
-
-    return register
-
-
-def make_eviction_policy(name: str, table: HeatTable, config: TieredCacheConfig) -> EvictionPolicy:
-    """Return a fresh policy for one tier.
-
-    Raises:
-        ConfigError: there is no policy of that name, or it can only be replayed.
-    """
-    online = sorted(known for known, policy_class in POLICIES.items() if not policy_class.offline)
-    if name not in POLICIES:
-        raise ConfigError(f"unknown eviction policy {name!r}; there are {', '.join(online)}")
-    if POLICIES[name].offline:
-        raise ConfigError(
-            f"eviction={name!r} knows the future, so it only works offline, on recorded traces "
-            f"(`python -m hf_tiered_cache.bench policies`); take one of {', '.join(online)}"
-        )
-    return POLICIES[name](table, config)
 
 
 class EvictionPolicy(ABC):
@@ -58,6 +31,9 @@ class EvictionPolicy(ABC):
 
     Blocks are named by their slots in the heat table, in arrays in which none comes twice. Where two are worth
     the same, the one that was sealed first leaves first.
+
+    A policy of one's own implements `keep_values`, and is registered with `register_eviction`. When it raises, it
+    is asked once more; when it raises again, nothing moves, and a `TierError` with the cause goes to the user.
 
     Args:
         table: accesses of all blocks.
@@ -128,6 +104,48 @@ class EvictionPolicy(ABC):
             slots, values = slots[candidates], values[candidates]
         order = np.lexsort((self.table.order_of_sealing(slots), values))[:count]
         return slots[order], values[order]
+
+
+EVICTIONS: Registry[EvictionPolicy] = Registry(
+    "eviction policy",
+    EvictionPolicy,  # type: ignore[type-abstract]
+    "hf_tiered_cache.eviction",
+    offered=lambda policy_class: not policy_class.offline,
+)
+"""The policies that `eviction` can name."""
+
+POLICIES = EVICTIONS.classes
+
+
+def register_eviction(name: str, *, replace: bool = False) -> Callable[[_PolicyClass], _PolicyClass]:
+    """Class decorator: make a policy available as `eviction=name`.
+
+    Args:
+        name: its name.
+        replace: whether it takes the place of another class of that name. A class of the same module and qualified
+            name always does: a notebook cell can be run again.
+
+    Raises:
+        ConfigError: the name is another class's, or `keep_values` is missing.
+    """
+    return EVICTIONS.register(name, replace=replace)
+
+
+def make_eviction_policy(name: str, table: HeatTable, config: TieredCacheConfig) -> EvictionPolicy:
+    """Return a fresh policy for one tier.
+
+    Raises:
+        ConfigError: there is no policy of that name, or it can only be replayed.
+        TierError: the policy's own `__init__` failed.
+    """
+    policy_class = EVICTIONS.get(name)
+    if policy_class.offline:
+        raise ConfigError(
+            f"eviction={name!r} knows the future, so it only works offline, on recorded traces "
+            f"(`python -m hf_tiered_cache.bench policies`); take one of {', '.join(EVICTIONS.names())}"
+        )
+    with failures_as_tier_errors(f"eviction policy {name!r} cannot be made"):
+        return policy_class(table, config)
 
 
 @register_eviction("pinned")

@@ -82,7 +82,7 @@ class Mover:
             if tier.capacity_bytes is not None and occupied > tier.capacity_bytes:
                 continue
             if tier.name in block.leaving:
-                self._residency.collect()
+                self._residency.garbage.collect(wanted=(tier, block))
             if tier.name in block.leaving:
                 continue  # an older copy of the same name is still to be deleted
             while not tier.has_room(occupied) and self._make_room(tier):
@@ -97,13 +97,13 @@ class Mover:
         )
 
     def finish(self, moves: list[Move], leaving: str | None) -> None:
-        """Wait for writes and flip the residency of each that is complete; the copy in `leaving` goes. Raises the
-        first failure."""
-        failure: TierError | None = None
+        """Wait for all writes and flip the residency of each that is complete; the copy in `leaving` goes. Raises
+        the first failure."""
+        failure: BaseException | None = None
         for block, tier, write in moves:
             try:
                 write.result()
-            except TierError as error:
+            except BaseException as error:  # of a plug-in
                 if not (isinstance(error, TierFullError) and self.shrink(tier)):
                     failure = failure or error
                 continue
@@ -134,7 +134,7 @@ class Mover:
             interrupted: asked between batches whether something more urgent is waiting.
         """
         try:
-            self._residency.collect()
+            self._residency.garbage.collect()
             for tier in self._tiers[:-1]:
                 while not interrupted() and self._is_above(tier, self._config.high_watermark):
                     self._residency.wait_for_reads(_YIELD_SECONDS)
@@ -154,14 +154,14 @@ class Mover:
         """Whether anything sank."""
         sank = False
         while not interrupted() and self._is_above(tier, self._config.low_watermark):
-            if not (self._residency.collect() or self._demote(tier)):
+            if not (self._residency.garbage.collect() or self._demote(tier)):
                 break
             sank = True
         return sank
 
     def _make_room(self, tier: Tier) -> bool:
         """Do one thing that frees room in `tier`. False when there is nothing left to do."""
-        if self._residency.collect() or self._demote(tier):
+        if self._residency.garbage.collect() or self._demote(tier):
             return True
         with self._residency.changed:
             if not self._residency.room_will_come_locked(tier):
@@ -175,18 +175,25 @@ class Mover:
         if policy is None:
             return False
         few = max(1, min(BATCH_BLOCKS, int(upper.blocks * _DEMOTED_SHARE)))
-        with self._residency.changed:
-            candidates = policy.evictable(self._sample(self._residency.places.at_rest(upper.name)))
-            victims = policy.victims(candidates, few)
-            if not len(victims):
-                victims = policy.victims(candidates, 1)
+        try:
+            with self._residency.changed:
+                at_rest = self._sample(self._residency.places.at_rest(upper.name))
+                victims = self._residency.ask(policy, lambda policy: self._victims(policy, at_rest, few))
+        except TierError as error:  # the user will be told; a tier below may have room
+            logger.warning("%s", error)
+            return False
         try:
             return self._sink(victims, upper)
         except TierFullError as error:
             logger.debug("nothing can sink: %s", error)
             return False
 
-    def _sink(self, slots: Slots, upper: Tier) -> bool:
+    def _victims(self, policy: EvictionPolicy, at_rest: Slots, few: int) -> list[Block]:
+        candidates = policy.evictable(at_rest)
+        victims = policy.victims(candidates, few)
+        return self._residency.places.blocks(victims if len(victims) else policy.victims(candidates, 1))
+
+    def _sink(self, victims: Sequence[Block], upper: Tier) -> bool:
         """Move blocks from `upper` to tiers below it; what has another copy is only let go. Whether there was any
         block to move; those that cannot be read stay, and are not named again.
 
@@ -195,8 +202,7 @@ class Mover:
             TierError: one failed.
         """
         with self._residency.changed:
-            # A slot may have become another block's since it was chosen.
-            blocks = [block for block in self._residency.places.blocks(slots) if upper.name in block.copies]
+            blocks = [block for block in victims if upper.name in block.copies]  # not gone since they were chosen
             clean = [block for block in blocks if len(block.copies) > 1]
             only_here = [block for block in blocks if len(block.copies) == 1]
             dirty = [block for block in only_here if block.layout == only_here[0].layout]
@@ -230,27 +236,36 @@ class Mover:
             )
             if len(leaving) and not self._sink(leaving, upper):
                 continue
-            self._residency.collect()
+            self._residency.garbage.collect()
             self._rise(rising, upper)
 
-    def _choose_promotions(self, missed: Slots, upper: Tier, not_in: Sequence[str]) -> tuple[Slots, Slots]:
-        policy = self._policies[upper.name]
+    def _choose_promotions(
+        self, missed: Slots, upper: Tier, not_in: Sequence[str]
+    ) -> tuple[list[Block], list[Block]]:
+        """The blocks that rise into a tier, and those that leave it for them."""
+        places = self._residency.places
         with self._residency.changed:
-            places = self._residency.places
             lower = places.at_rest_elsewhere(missed, not_in)
             if not len(lower) or upper.capacity_bytes is None:
-                return lower[:0], lower[:0]
+                return [], []
             largest = max(upper.occupied_bytes(block.layout) for block in places.blocks(lower))
             room = self._config.high_watermark * upper.capacity_bytes - upper.used_bytes
-            candidates = policy.evictable(self._sample(places.at_rest(upper.name)))
-            return policy.promotions(lower, candidates, max(0, int(room // largest)), BATCH_BLOCKS)
+            free = max(0, int(room // largest))
+            at_rest = self._sample(places.at_rest(upper.name))
 
-    def _rise(self, slots: Slots, upper: Tier) -> None:
+            def choose(policy: EvictionPolicy) -> tuple[list[Block], list[Block]]:
+                rising, leaving = policy.promotions(lower, policy.evictable(at_rest), free, BATCH_BLOCKS)
+                return places.blocks(rising), places.blocks(leaving)
+
+            return self._residency.ask(self._policies[upper.name], choose)
+
+    def _rise(self, rising: Sequence[Block], upper: Tier) -> None:
         with self._residency.changed:
             blocks = [
                 block
-                for block in self._residency.places.blocks(slots)
-                if upper.name not in block.leaving
+                for block in rising
+                if block.copies  # not gone since it was chosen
+                and upper.name not in block.leaving
                 and upper.name not in block.copies
                 and STAGING not in block.copies
             ]

@@ -11,25 +11,37 @@ promotion leaves the lower copy where it is: the upper one is *clean*, and sinks
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from typing import TypeVar
 
 import numpy as np
 import torch
 
 from .blocks import STAGING, Bits, Block, BlockCopy, BlockTable
 from .errors import TierError
+from .eviction import EvictionPolicy
+from .garbage import Garbage
 from .heat import Floats, HeatTable, Slots
 from .locks import timed_condition
 from .metrics import Metrics
 from .places import Places
+from .tier_io import caused_by, failures_as_tier_errors
 from .tiers import Tier, TierIO
 from .transfer.staging import StagingSlot
 from .transfer.worker import Worker
 
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
 # Blocks read from afar that a promotion chooses among.
 _REMEMBERED_MISSES = 1024
+# Blocks that lose a reference while the lock is held: others want it, too.
+_RELEASED_TOGETHER = 512
 
 
 class Residency:
@@ -52,7 +64,7 @@ class Residency:
         self.heat = HeatTable()
         self.places = Places([tier.name for tier in tiers])
         self.changed = timed_condition(metrics)
-        self.delete_failure: TierError | None = None
+        self._failure: TierError | None = None
         self._nearness = {place: rank for rank, place in enumerate((STAGING, *self.tiers))}
         self._groups: dict[tuple[str, int], int] = {}
         self._missed: deque[int] = deque(maxlen=_REMEMBERED_MISSES)
@@ -60,7 +72,7 @@ class Residency:
         self._metrics = metrics
         self._background = background
         self._held_by_reads: Counter[str] = Counter()
-        self._garbage: list[tuple[Tier, Block]] = []
+        self.garbage = Garbage(self.changed, background, self.report)
 
     # -- blocks and who needs them --------------------------------------------------------------------------------
 
@@ -81,22 +93,27 @@ class Residency:
 
     def release(self, blocks: Iterable[Block]) -> None:
         """Count one reference less; what nobody references any more is deleted in the background."""
-        with self.changed:
-            unneeded = []
-            for block in blocks:
-                block.references -= 1
-                if block.references == 0:
-                    unneeded.append(block)
-            for block in unneeded:
-                if block.resident is not None:
-                    block.resident.pool.forget_locked(block)
-                for place in list(block.copies):
-                    self.remove_copy_locked(block, place)
-                self.places.leave(block)
-            self.heat.remove(np.array([block.slot for block in unneeded], np.int64))
-            for block in unneeded:
-                block.slot = -1
-        self._collect_soon()
+        remaining = iter(blocks)
+        while some := list(islice(remaining, _RELEASED_TOGETHER)):
+            with self.changed:
+                self._release_locked(some)
+        self.garbage.collect_soon()
+
+    def _release_locked(self, blocks: Sequence[Block]) -> None:
+        unneeded = []
+        for block in blocks:
+            block.references -= 1
+            if block.references == 0:
+                unneeded.append(block)
+        for block in unneeded:
+            if block.resident is not None:
+                block.resident.pool.forget_locked(block)
+            for place in list(block.copies):
+                self.remove_copy_locked(block, place)
+            self.places.leave(block)
+        self.heat.remove(np.array([block.slot for block in unneeded], np.int64))
+        for block in unneeded:
+            block.slot = -1
 
     def truncate(self, table: BlockTable, keep_blocks: int) -> None:
         """Let a layer have no more blocks than these."""
@@ -177,7 +194,7 @@ class Residency:
                     self.unpin_locked(block, copy)
                 if self._reading == 0:
                     self.changed.notify_all()
-            self._collect_soon()
+            self.garbage.collect_soon()
 
     @contextmanager
     def in_memory(self, blocks: Sequence[Block]) -> Iterator[list[torch.Tensor | None]]:
@@ -192,16 +209,18 @@ class Residency:
                 copy.pins += 1
             self.places.hold((block for block, _ in held), 1)
         try:
-            yield [
-                None if copy is None else tier.tensor(block.key)
-                for block, copy in zip(blocks, copies, strict=True)
-            ]
+            with failures_as_tier_errors(f"{tier.name}: blocks in memory"):
+                tensors = [
+                    None if copy is None else tier.tensor(block.key)
+                    for block, copy in zip(blocks, copies, strict=True)
+                ]
+            yield tensors
         finally:
             with self.changed:
                 self.places.hold((block for block, _ in held), -1)
                 for block, copy in held:
                     self.unpin_locked(block, copy)
-            self._collect_soon()
+            self.garbage.collect_soon()
 
     def count_in_memory(self, blocks: Sequence[Block]) -> None:
         """A device has read these blocks where they are."""
@@ -254,43 +273,54 @@ class Residency:
         """Whether copies leave the tier as soon as the reads that hold them have ended."""
         return self._held_by_reads[tier.name] > 0
 
-    def collect(self) -> bool:
-        """Delete the copies that nobody needs; blocks. Whether that freed any room.
+    # -- what goes wrong ------------------------------------------------------------------------------------------
 
-        What cannot be deleted is tried again the next time, and told in `delete_failure`.
+    def ask(self, policy: EvictionPolicy, question: Callable[[EvictionPolicy], T]) -> T:
+        """What a policy answers; a question that fails is asked once more. May be called with the lock held, on a
+        thread of the package's own.
+
+        Args:
+            policy: of the user, maybe.
+            question: changes nothing.
+
+        Raises:
+            TierError: the policy failed twice; also told by the next `take_failure`.
         """
-        with self.changed:
-            garbage, self._garbage = self._garbage, []
-        failed, deleted = [], []
-        for tier, block in garbage:
-            try:
-                tier.delete(block.key)
-                deleted.append((tier, block))
-            except TierError as error:
-                failed.append((tier, block))
-                self.delete_failure = error
-        with self.changed:
-            self._garbage += failed
-            for tier, block in deleted:
-                block.leaving.discard(tier.name)
-        return len(failed) < len(garbage)
+        try:
+            return question(policy)
+        except BaseException as error:
+            logger.debug("%s: %r; asking again", type(policy).__name__, error)
+        try:
+            return question(policy)
+        except BaseException as error:
+            failure = caused_by(
+                error, f"the eviction policy {type(policy).__qualname__} failed; nothing was moved"
+            )
+        self.report(failure)
+        raise failure
 
-    def _collect_soon(self) -> None:
-        if self._garbage:
-            with suppress(RuntimeError):  # closing: the whole directory goes
-                self._background.submit(self.collect)
+    def report(self, failure: TierError) -> None:
+        """Something went wrong in the background that nobody waits for: the user is told at the next call."""
+        self._failure = failure
+
+    def take_failure(self) -> TierError | None:
+        """What was reported last and not told yet."""
+        failure, self._failure = self._failure, None
+        return failure
+
+    # -- inside ---------------------------------------------------------------------------------------------------
 
     def _drop_locked(self, block: Block, copy: BlockCopy) -> None:
         if isinstance(copy.origin, StagingSlot):
             copy.origin.pool.release(copy.origin)
         else:
-            self._garbage.append((copy.origin, block))
+            self.garbage.add_locked(copy.origin, block)
 
     def _read_pinned(
         self, blocks: Sequence[Block], places: Sequence[str], copies: Sequence[BlockCopy], target: Bits
     ) -> None:
         loads: list[TierIO] = []
-        failure: Exception | None = None
+        failure: BaseException | None = None
         for first, end in _equal_runs(places):
             try:
                 if places[first] == STAGING:
@@ -303,15 +333,20 @@ class Residency:
                     tier, run = self.tiers[places[first]], blocks[first:end]
                     loads.append(tier.read_into([block.key for block in run], run[0].layout, target[first:end]))
                     self._metrics.count(**{f"{tier.name}_read": sum(block.layout.nbytes for block in run)})
-            except Exception as error:
+            except BaseException as error:
                 failure = failure or error
         for load in loads:  # to the last, even after a failure: nothing may still write to `target`
             try:
                 load.result()
-            except TierError as error:
+            except BaseException as error:
                 failure = failure or error
-        if failure is not None:
-            raise failure
+        try:
+            if isinstance(failure, Exception):
+                raise failure
+            if failure is not None:
+                raise caused_by(failure, "reading failed")
+        finally:
+            del failure  # it refers to this frame, and that to the caller's memory
 
 
 def _equal_runs(items: Sequence[str]) -> Iterator[tuple[int, int]]:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from .blocks import Block
+from .errors import TierError
 from .eviction import EvictionPolicy
 from .metrics import Metrics
 from .residency import Residency
@@ -151,15 +152,28 @@ class ResidentPool:
             self._engine.record_copy_in().wait()  # `payload` is a buffer that attention gives back at any time
 
     def _choose(self, blocks: Sequence[Block]) -> list[Block]:
-        """The blocks that should be resident; those that are worth less have left for them."""
+        """The blocks that should be resident; those that are worth less have left for them. None when the policy
+        fails, which the user is told at the next call: nobody should wait for these blocks in vain."""
+        places = self._residency.places
         with self._residency.changed:
-            slots = [block.slot for block in blocks if block.resident is None and block.slot >= 0]
+            slots = np.array(
+                [block.slot for block in blocks if block.resident is None and block.slot >= 0], np.int64
+            )
             free = (self.capacity_bytes - self.used_bytes) // blocks[0].layout.nbytes
-            at_rest = self._policy.evictable(self._residency.places.at_rest(self._place))
-            rising, leaving = self._policy.promotions(np.array(slots, np.int64), at_rest, int(free), len(slots))
-            for block in self._residency.places.blocks(leaving):
+            at_rest = places.at_rest(self._place)
+
+            def choose(policy: EvictionPolicy) -> tuple[list[Block], list[Block]]:
+                rising, leaving = policy.promotions(slots, policy.evictable(at_rest), int(free), len(slots))
+                return places.blocks(rising), places.blocks(leaving)
+
+            try:
+                rising, leaving = self._residency.ask(self._policy, choose)
+            except TierError as error:
+                logger.warning("%s", error)
+                return []
+            for block in leaving:
                 self.forget_locked(block)
-            return self._residency.places.blocks(rising)
+            return rising
 
     def _reserve(self, nbytes: int) -> torch.Tensor | None:
         with self._residency.changed:

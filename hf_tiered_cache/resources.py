@@ -30,10 +30,12 @@ from .residency import Residency
 from .resident import ResidentPool
 from .seats import Seat, Seats
 from .stream import BlockStream
+from .tier_choice import TierChoice, choose_l1, choose_l2
+from .tier_io import failures_as_tier_errors
 from .tiers import Tier, TierRegistry
 from .transfer.engine import CopyEngine
 from .transfer.worker import BACKGROUND_NICENESS, Worker
-from .workspace import PrivateDirectory, check_directory, default_base
+from .workspace import PrivateDirectory
 from .writeback import WriteBack
 
 logger = logging.getLogger(__name__)
@@ -56,7 +58,8 @@ class Resources:
         engine_factory: makes the copy engine of a device.
 
     Raises:
-        ConfigError: a path is missing or not writable, or a tier or policy does not exist.
+        ConfigError: a path is missing or not writable, a tier or policy does not exist, or a tier refuses its
+            settings.
     """
 
     def __init__(self, config: TieredCacheConfig, engine_factory: EngineFactory) -> None:
@@ -76,10 +79,8 @@ class Resources:
         self._seats: dict[torch.device, Seats] = {}
         self._opening = TimedLock(self.metrics)
         self._directories: list[PrivateDirectory] = []
-        self._tier_classes = {"L1": TierRegistry.get(config.l1_tier), "L2": TierRegistry.get(config.l2_tier)}
+        self._l1, self._l2 = choose_l1(config), choose_l2(config)
         make_eviction_policy(config.eviction_policy, HeatTable(), config)
-        self._l1_base = default_base() if config.l1_path is None else check_directory(config.l1_path, "l1_path")
-        self._l2_base = check_directory(config.l2_directory, "l2_url") if config.l2_directory else None
 
     def check_process(self) -> None:
         """Raise in a child that was forked from the process which made this.
@@ -183,27 +184,41 @@ class Resources:
             )
         _storage_pid = os.getpid()
         _open_resources.add(self)
+        with ExitStack() as undo:
+            tiers = self._open_each(undo)
+            residency = Residency(tiers, self.metrics, self._background)
+            policies = [
+                make_eviction_policy(self.config.eviction_policy, residency.heat, self.config) for _ in tiers[:-1]
+            ]
+            undo.pop_all()
+        self.tiers = {tier.name: tier for tier in tiers}
+        self.residency = residency
+        self.prefetcher = Prefetcher(residency, self.metrics)
+        mover = Mover(residency, policies, self.config, self.metrics)
+        return WriteBack(residency, mover, self.metrics, self._background)
+
+    def _open_each(self, undo: ExitStack) -> list[Tier]:
+        """The tiers from the nearest to the farthest, each to be closed again by `undo`."""
         config = self.config
+        tiers: list[Tier] = []
+
+        def open_tier(choice: TierChoice, root: Path | None, capacity_bytes: int | None) -> None:
+            tiers.append(choice.open(root, capacity_bytes, config))
+            undo.callback(_close_tier, tiers[-1])
+
         capacity = config.host_capacity_bytes
         if capacity is None:
             capacity = int(available_bytes() * _DEFAULT_HOST_SHARE)
         if capacity:
-            self.tiers["host"] = TierRegistry.get("host")("host", None, capacity, config)
-        if config.l1_capacity_bytes != 0:
-            root = self._private_directory(self._l1_base)
-            capacity = config.l1_capacity_bytes
-            if capacity is None:
+            open_tier(TierChoice("host", TierRegistry.get("host"), None), None, capacity)
+        if self._l1 is not None:
+            root, capacity = self._private_directory(self._l1, undo), config.l1_capacity_bytes
+            if capacity is None and root is not None:
                 capacity = int(shutil.disk_usage(root).free * _DEFAULT_DISK_SHARE)
-            self.tiers["L1"] = self._tier_classes["L1"]("L1", root, capacity, config)
-        if self._l2_base is not None:
-            root = self._private_directory(self._l2_base)
-            self.tiers["L2"] = self._tier_classes["L2"]("L2", root, None, config)
-        tiers = list(self.tiers.values())
-        self.residency = residency = Residency(tiers, self.metrics, self._background)
-        policies = [make_eviction_policy(config.eviction_policy, residency.heat, config) for _ in tiers[:-1]]
-        self.prefetcher = Prefetcher(residency, self.metrics)
-        mover = Mover(residency, policies, config, self.metrics)
-        return WriteBack(residency, mover, self.metrics, self._background)
+            open_tier(self._l1, root, capacity)
+        if self._l2 is not None:
+            open_tier(self._l2, self._private_directory(self._l2, undo), None)
+        return tiers
 
     def flush(self) -> None:
         """Wait until every block is in a tier and what nobody needs is deleted. Blocks.
@@ -216,14 +231,23 @@ class Resources:
                 lane.worker.submit(lambda: None).result()  # loads that were given up hold blocks until their turn
             self.write_back.flush()
 
-    def _private_directory(self, base: Path) -> Path:
-        directory = PrivateDirectory(base)
+    def _private_directory(self, choice: TierChoice, undo: ExitStack) -> Path | None:
+        if choice.base is None:
+            return None
+        directory = PrivateDirectory(choice.base)
         self._directories.append(directory)
+        undo.callback(self._directories.remove, directory)
+        undo.callback(directory.close)
         logger.info("blocks go to %s", directory.path)
         return directory.path
 
     def close(self) -> None:
-        """End threads, close tiers, remove directories. Blocks. May be called twice, and from any thread."""
+        """End threads, close tiers, remove directories. Blocks, but not for deletions of what goes with its
+        directory anyway. May be called twice, and from any thread.
+
+        Raises:
+            TierError: a tier without a directory could not be cleared or closed; all else is closed.
+        """
         with self._close_lock, ExitStack() as closing:
             if self.closed:
                 return
@@ -233,7 +257,7 @@ class Resources:
             for directory in self._directories:
                 closing.callback(directory.close)
             for tier in self.tiers.values():
-                closing.callback(tier.close)
+                closing.callback(_close_tier, tier)
             closing.callback(self._background.close)
             for seats in self._seats.values():
                 closing.callback(seats.close)
@@ -245,7 +269,24 @@ class Resources:
     def close_elsewhere(self) -> None:
         """Close from a new thread. For the garbage collector, which runs in the middle of anything: there it may
         neither take a lock nor wait for a thread (so not even `threading` may start this one)."""
-        _thread.start_new_thread(self.close, ())
+        _thread.start_new_thread(self._close_unasked, ())
+
+    def _close_unasked(self) -> None:
+        """Close when nobody is there who could be told what goes wrong."""
+        try:
+            self.close()
+        except Exception as error:
+            logger.warning("a cache was not closed in order: %s", error)
+
+
+def _close_tier(tier: Tier) -> None:
+    """Close a tier, and remove what it stores where that does not go with a directory."""
+    with failures_as_tier_errors(f"{tier.name}: closing"):
+        try:
+            if not tier.needs_directory:
+                tier.clear()
+        finally:
+            tier.close()
 
 
 # The process in which storage was first used.
@@ -257,4 +298,4 @@ _open_resources: weakref.WeakSet[Resources] = weakref.WeakSet()
 @atexit.register
 def _close_all() -> None:
     for resources in list(_open_resources):
-        resources.close()
+        resources._close_unasked()

@@ -40,8 +40,8 @@ def crop_layers(layers: Sequence[Any], tokens_to_remove: int, passes: ForwardPas
             obstacle = why_not_back(layer, removals.get(layer_idx, 0), passes.is_torn(layer_idx))
             if obstacle is not None:
                 raise TieredCacheError(
-                    f"the last forward pass ended half-way, and layer {layer_idx}, a {type(layer).__name__}, cannot "
-                    f"take back what it did: {obstacle}. reset() the cache and begin anew"
+                    f"the last forward pass ended half-way, and layer {layer_idx} ({type(layer).__name__}) "
+                    f"cannot take back what it did: {obstacle}. reset() the cache and begin anew"
                 )
     for layer in layers:
         if isinstance(layer, TieredLayer):

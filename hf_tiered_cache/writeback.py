@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import CancelledError
 
 from .blocks import STAGING, Block, BlockCopy
 from .errors import TierError, TierFullError
 from .metrics import Metrics
 from .mover import BATCH_BLOCKS, Move, Mover
 from .residency import Residency
+from .tier_io import caused_by, failures_as_tier_errors
 from .transfer.engine import Event
 from .transfer.staging import StagingPool, StagingSlot
 from .transfer.worker import Worker
@@ -81,8 +83,7 @@ class WriteBack:
             failure, self._failure = self._failure, None
             if not any(block.references for block in self._queue):
                 failure = None  # what could not be written is not needed any more
-            failure = failure or self._residency.delete_failure
-            self._residency.delete_failure = None
+            failure = failure or self._residency.take_failure()
         if failure is not None:
             raise failure
 
@@ -93,10 +94,11 @@ class WriteBack:
             TierError: a block could not be stored.
         """
         self._background.submit(self._drain).result()
-        self._background.submit(self._residency.collect).result()
+        self._residency.garbage.collect_all()
         self.raise_failure()
         for tier in self._residency.tiers.values():
-            tier.flush()
+            with failures_as_tier_errors(f"{tier.name}: flushing"):
+                tier.flush()
 
     def balance_soon(self) -> None:
         """Have the tiers balanced when nothing else is to be done. Does not block."""
@@ -121,9 +123,8 @@ class WriteBack:
                 self._stopped = False
             except TierError as error:
                 failure = error
-            except Exception as error:  # a failed copy, or a bug: it must reach the user as well
-                failure = TierError(f"write-back failed: {error!r}")
-                failure.__cause__ = error
+            except BaseException as error:  # a failed copy, a plug-in: it must reach the user as well
+                failure = caused_by(error, "write-back failed")
             with self._residency.changed:
                 self._residency.places.hold([block for block, _ in batch], -1)
                 for block, copy in batch:
@@ -132,7 +133,8 @@ class WriteBack:
                 self._queue.extendleft(block for block, copy in reversed(batch) if not copy.doomed)
                 self._failure = failure or self._failure
                 pools = list(self._pools)
-        if not self._stopped:
+        # While closing, copies to the host that have not begun are cancelled.
+        if not self._stopped and not isinstance(failure.__cause__, CancelledError):
             logger.warning("write-back stopped: %s", failure)
         self._stopped = True
         for pool in pools:
@@ -174,4 +176,7 @@ class WriteBack:
     def _balance(self) -> None:
         with self._residency.changed:
             self._balancing = False
-        self._mover.balance(interrupted=lambda: bool(self._queue))
+        try:
+            self._mover.balance(interrupted=lambda: bool(self._queue))
+        except BaseException as error:  # of a plug-in: nobody waits for this task
+            self._residency.report(caused_by(error, "the tiers are not balanced"))

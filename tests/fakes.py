@@ -8,14 +8,13 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import tensorstore as ts
 import torch
 
 from hf_tiered_cache import TieredCacheConfig
 from hf_tiered_cache.blocks import Bits, BlockKey, BlockLayout
 from hf_tiered_cache.metrics import Metrics
 from hf_tiered_cache.pressure import WindowChange
-from hf_tiered_cache.tiers import NvmeTier, register_tier
+from hf_tiered_cache.tiers import NvmeTier, TierFuture, register_tier
 from hf_tiered_cache.transfer.engine import CpuCopyEngine, Event
 
 POISON = 0xFF  # a NaN in every float format
@@ -100,27 +99,25 @@ FAULTS = Faults()
 class FaultyTier(NvmeTier):
     """An L1 that fails, or waits, as `FAULTS` says, with the messages that tensorstore would give."""
 
-    def _start_write(self, key: BlockKey, layout: BlockLayout, source: Bits) -> Sequence[ts.WriteFutures]:
+    def start_write(self, key: BlockKey, layout: BlockLayout, source: Bits) -> Sequence[TierFuture]:
         FAULTS.writes += 1
         if FAULTS.gate is not None:
             FAULTS.gate.wait()
         time.sleep(FAULTS.delay_seconds)
         if FAULTS.write_error:
             raise ValueError(FAULTS.write_error)
-        return super()._start_write(key, layout, source)
+        return super().start_write(key, layout, source)
 
-    def _start_read(
-        self, keys: Sequence[BlockKey], layout: BlockLayout, target: Bits
-    ) -> Sequence[ts.WriteFutures]:
+    def start_read(self, keys: Sequence[BlockKey], layout: BlockLayout, target: Bits) -> Sequence[TierFuture]:
         FAULTS.reads.extend(key.layer_idx for key in keys)
         if FAULTS.read_error:
             raise ValueError(FAULTS.read_error)
-        return super()._start_read(keys, layout, target)
+        return super().start_read(keys, layout, target)
 
-    def _start_delete(self, key: BlockKey) -> Sequence[ts.Future[Any]]:
+    def start_delete(self, key: BlockKey) -> Sequence[TierFuture]:
         if FAULTS.delete_error:
             raise ValueError(FAULTS.delete_error)
-        return super()._start_delete(key)
+        return super().start_delete(key)
 
 
 class RandomGovernor:

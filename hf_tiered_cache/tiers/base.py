@@ -2,81 +2,52 @@
 
 from __future__ import annotations
 
+import difflib
+import logging
+import os
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
-import tensorstore as ts
 import torch
 
 from ..blocks import Bits, BlockKey, BlockLayout
 from ..config import TieredCacheConfig
-from ..errors import ConfigError, TierError, TierFullError, TierReadError
+from ..errors import ConfigError, TierError, TierFullError
+from ..registry import Registry
+from ..tier_io import Doing, TierFuture, TierIO, caused_by, failures_as_tier_errors
 
-IO_TIMEOUT_SECONDS = 120.0
+logger = logging.getLogger(__name__)
 
+DELETED_TOGETHER = 128
+"""Blocks that are removed at a time: enough to keep storage busy, few enough that nothing waits long for it."""
 
-class TierIO:
-    """Reads or writes on their way. Keep it until `result()` has returned: dropping it may cancel them.
-
-    Args:
-        futures: tensorstore futures of the operation; none when it has finished.
-        describe: what is going on, for the error message.
-        failed: called once when the operation failed.
-    """
-
-    def __init__(
-        self,
-        futures: Sequence[ts.Future[Any] | ts.WriteFutures],
-        describe: str,
-        failed: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._futures = futures
-        self._describe = describe
-        self._failed = failed
-
-    def result(self) -> None:
-        """Wait until all is done. Blocks; releases the GIL.
-
-        Raises:
-            TierFullError: the device has no space left.
-            TierReadError: a block is missing or damaged.
-            TierError: anything else, a timeout included.
-        """
-        first_error: Exception | None = None
-        for future in self._futures:
-            try:
-                future.result(timeout=IO_TIMEOUT_SECONDS)
-            except (ValueError, TimeoutError, OSError) as error:
-                first_error = first_error or error
-        self._futures = ()
-        if first_error is not None:
-            self._failed()
-            raise translate(first_error, self._describe) from first_error
-
-
-def translate(error: Exception, describe: str) -> TierError:
-    """Turn a failure of tensorstore, a `ValueError` with a code in its text, into one of this package's."""
-    text = str(error)
-    if "RESOURCE_EXHAUSTED" in text or "No space left" in text:
-        return TierFullError(f"{describe}: no space left on the device; free some or use another path ({text})")
-    if isinstance(error, KeyError):
-        return TierReadError(f"{describe}: a block is missing ({text})")
-    if any(code in text for code in ("NOT_FOUND", "DATA_LOSS", "FAILED_PRECONDITION", "INVALID_ARGUMENT")):
-        return TierReadError(f"{describe}: a block is missing or damaged ({text})")
-    if isinstance(error, TimeoutError):
-        return TierError(f"{describe}: no answer within {IO_TIMEOUT_SECONDS:.0f} s; is the storage reachable?")
-    return TierError(f"{describe}: {text}")
+_TierClass = TypeVar("_TierClass", bound="type[Tier]")
 
 
 class Tier(ABC):
     """One place that stores sealed blocks, host memory in, host memory out.
 
-    `write` and `read_into` start the operation and return, or have finished it then; their `TierIO.result()`
-    blocks. `delete` blocks briefly. All methods may be called from any thread. A block is written once; its key
-    is unique.
+    A tier of one's own implements `start_write`, `start_read` and `start_delete`, and is registered:
+
+    ```python
+    @register_tier("mine")
+    class MyTier(Tier):
+        needs_directory = False
+        ...
+
+    TieredCacheConfig(l2_tier="mine", l2_options={...})
+    ```
+
+    Whatever the three raise, also later in their futures, is taken care of: what the failed try may have left is
+    removed, and the operation is tried once more. When that fails, too, room and key are given back, and a
+    `TierError` with the cause goes to the user. Nothing is lost by that. A tier that finds itself full raises
+    `TierFullError`: the block then goes elsewhere.
+
+    All methods may be called from any thread, several at a time. A block is written once; its key is unique.
 
     Invariants:
         - `used_bytes <= capacity_bytes` at every moment: room is taken before a write starts and given back
@@ -91,6 +62,10 @@ class Tier(ABC):
     """
 
     needs_directory: ClassVar[bool] = True
+    """Whether it keeps files in a directory, which is made for it below `l1_path` or `l2_url` and removed with all
+    that is in it. Otherwise those settings need not be given, and `clear` is called at the end."""
+    known_options: ClassVar[tuple[str, ...]] = ()
+    """The names that `l1_options` or `l2_options` may have for it."""
 
     def __init__(
         self, name: str, root: Path | None, capacity_bytes: int | None, config: TieredCacheConfig
@@ -103,11 +78,53 @@ class Tier(ABC):
         self._block_bytes: dict[BlockKey, int] = {}
         self._used_bytes = 0
 
+    # -- settings -------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def check_url(cls, url: str) -> None:
+        """Check what the user gave as `l2_url` or `l1_path`. By default a tier that needs a directory takes the
+        path of an existing one, also as `file://...`, and any other takes everything.
+
+        Raises:
+            ConfigError: the tier cannot be there. The message begins with the value and says what to give.
+        """
+        if cls.needs_directory and "://" in url and not url.startswith("file://"):
+            raise ConfigError(f"{url!r}: only local directories are available yet")
+
+    @classmethod
+    def check_options(cls, options: Mapping[str, Any]) -> None:
+        """Check what the user gave as `l1_options` or `l2_options`. By default every name must be one of
+        `known_options`; extend it to check the values.
+
+        Raises:
+            ConfigError: an option does not exist, or makes no sense.
+        """
+        for name in options:
+            if name not in cls.known_options:
+                close = difflib.get_close_matches(str(name), cls.known_options, 1)
+                known = ", ".join(cls.known_options) or "none"
+                hint = f"did you mean {close[0]!r}? The" if close else "the"
+                raise ConfigError(f"unknown option {name!r}: {hint} options of {cls.__name__} are {known}")
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """Its options, checked."""
+        own = {"L1": self._config.l1_options, "L2": self._config.l2_options}
+        return own.get(self.name) or {}
+
+    @property
+    def url(self) -> str | None:
+        """`l1_path` or `l2_url` as the user gave it, checked; `None` where it was left out."""
+        given = {"L1": self._config.l1_path, "L2": self._config.l2_url}.get(self.name)
+        return None if given is None else os.fspath(given)
+
     @property
     def root(self) -> Path:
         """Its directory; only of a tier that `needs_directory`."""
         assert self._root is not None
         return self._root
+
+    # -- what is stored -------------------------------------------------------------------------------------------
 
     @property
     def used_bytes(self) -> int:
@@ -132,8 +149,94 @@ class Tier(ABC):
         """Whether that many bytes fit in right now."""
         return self.capacity_bytes is None or self._used_bytes + occupied_bytes <= self.capacity_bytes
 
+    # -- to implement ---------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def start_write(self, key: BlockKey, layout: BlockLayout, source: Bits) -> Sequence[TierFuture]:
+        """Begin to store one block.
+
+        Args:
+            key: the block's name. Nothing is stored under it, unless an earlier try left something that
+                `start_delete` could not remove.
+            layout: its layout, for `start_read`.
+            source: `[rows, row_elements]`, unsigned integers of `layout.bits_dtype`, contiguous. It changes as
+                soon as the write is over: copy what is to be kept.
+
+        Returns:
+            A sequence of objects with `result(timeout=)`, one for each thing that was begun; the block is stored
+            when all of them have returned. An empty one when it is stored already.
+
+        Raises:
+            TierFullError: there is no space left.
+            Exception: anything else that went wrong.
+        """
+
+    @abstractmethod
+    def start_read(self, keys: Sequence[BlockKey], layout: BlockLayout, target: Bits) -> Sequence[TierFuture]:
+        """Begin to load blocks that share one layout.
+
+        Args:
+            keys: the blocks, of any layers and requests.
+            layout: as it was given to `start_write`.
+            target: `[len(keys), rows, row_elements]`, to be filled in place, and to be left alone from the moment
+                the last future has returned or raised.
+
+        Returns:
+            A sequence of objects with `result(timeout=)`; `target` is complete when all of them have returned. An
+            empty one when it is complete already.
+
+        Raises:
+            KeyError: a block is not there.
+            Exception: anything else that went wrong.
+        """
+
+    @abstractmethod
+    def start_delete(self, key: BlockKey) -> Sequence[TierFuture]:
+        """Begin to remove a block, or what a failed write may have left of it; nothing when there is nothing.
+        Many deletions may be under way at a time.
+
+        Returns:
+            A sequence of objects with `result(timeout=)`; the block is gone when all of them have returned. An
+            empty one when it is gone already.
+
+        Raises:
+            Exception: it could not be removed. It is tried again later, so removing twice is no error.
+        """
+
+    # -- optional -------------------------------------------------------------------------------------------------
+
+    def forget(self, key: BlockKey) -> None:
+        """A block has been removed: drop what is remembered of it."""
+
+    def tensor(self, key: BlockKey) -> torch.Tensor | None:
+        """A stored block in memory that a device can read by itself, flat uint8, valid until `delete`; `None`
+        where there is no such memory."""
+        return None
+
+    def flush(self) -> None:
+        """Make what was written readable by others. Blocks."""
+
+    def clear(self) -> None:
+        """Remove everything that is stored; called at the end, before `close`, where no directory is removed. By
+        default block by block. Blocks.
+
+        Raises:
+            TierError: something could not be removed.
+        """
+        failures: dict[BlockKey, TierError] = {}
+        keys = list(self._block_bytes)
+        for first in range(0, len(keys), DELETED_TOGETHER):
+            failures |= self.delete_many(keys[first : first + DELETED_TOGETHER])
+        for failure in failures.values():
+            raise failure
+
+    def close(self) -> None:
+        """Let go of open files and connections. May be called twice."""
+
+    # -- what the rest of the package calls -----------------------------------------------------------------------
+
     def write(self, key: BlockKey, layout: BlockLayout, source: Bits) -> TierIO:
-        """Start to store one block.
+        """Start to store one block; may have stored it when this returns.
 
         Args:
             key: the block's name, new to this tier.
@@ -142,8 +245,13 @@ class Tier(ABC):
 
         Raises:
             TierFullError: the block would exceed the capacity; nothing was written.
+            TierError: it could not be stored; nothing of it is left.
         """
-        occupied = self.occupied_bytes(layout)
+        describe = self._describe("writing", key)
+        with failures_as_tier_errors(describe):
+            if source.shape != (layout.rows, layout.row_elements):
+                raise ValueError(f"{source.shape} is not the shape of a block of {layout}")
+            occupied = self.occupied_bytes(layout)
         with self._lock:
             if not self.has_room(occupied):
                 raise TierFullError(
@@ -153,16 +261,13 @@ class Tier(ABC):
             assert key not in self._block_bytes, f"{self.name} has {key} already"
             self._used_bytes += occupied
             self._block_bytes[key] = occupied
-        describe = self._describe("writing", key)
-        try:
-            futures = self._start_write(key, layout, source)
-        except TierError:
-            self._give_back(key)
-            raise
-        except (ValueError, OSError) as error:
-            self._give_back(key)
-            raise translate(error, describe) from error
-        return TierIO(futures, describe, failed=lambda: self._discard(key))
+        return TierIO(
+            lambda: self.start_write(key, layout, source),
+            "writing",
+            describe,
+            clean=lambda: self._remove(key).result(),
+            failed=lambda: self._discard(key),
+        )
 
     def read_into(self, keys: Sequence[BlockKey], layout: BlockLayout, target: Bits) -> TierIO:
         """Start to load blocks that share one layout.
@@ -171,100 +276,88 @@ class Tier(ABC):
             keys: the blocks, of any layers.
             target: `[len(keys), rows, row_elements]`, filled in place. Its content is undefined until
                 `result()` has returned, and after it has raised.
-        """
-        describe = self._describe("reading", keys[0], keys[-1])
-        try:
-            return TierIO(self._start_read(keys, layout, target), describe)
-        except (ValueError, OSError, KeyError) as error:
-            raise translate(error, describe) from error
-
-    def tensor(self, key: BlockKey) -> torch.Tensor | None:
-        """A stored block in memory that a device can read by itself, flat uint8, valid until `delete`; `None`
-        where there is no such memory."""
-        return None
-
-    def delete(self, key: BlockKey) -> None:
-        """Remove a block; its room is free afterwards.
 
         Raises:
-            TierError: the storage refused.
+            TierReadError: a block is missing or damaged.
+            TierError: the blocks cannot be read.
         """
-        describe = self._describe("deleting", key)
+        describe = self._describe("reading", keys[0], keys[-1])
+        return TierIO(lambda: self.start_read(keys, layout, target), "reading", describe)
+
+    def delete(self, key: BlockKey) -> None:
+        """Remove a block; its room is free afterwards. Blocks.
+
+        Raises:
+            TierError: the storage refused; the block keeps its room.
+        """
+        for failure in self.delete_many([key]).values():
+            raise failure
+
+    def delete_many(self, keys: Sequence[BlockKey]) -> dict[BlockKey, TierError]:
+        """Remove blocks, all at the same time; their room is free afterwards. Blocks.
+
+        Returns:
+            What went wrong, for each block that is still there and keeps its room.
+        """
+        begun: dict[BlockKey, TierIO] = {}
+        failures: dict[BlockKey, TierError] = {}
+        for key in keys:
+            with self._failure_into(failures, key):
+                begun[key] = self._remove(key)
+        for key, deletion in begun.items():
+            with self._failure_into(failures, key):
+                deletion.result()
+                self._give_back(key)
+                self.forget(key)
+        return failures
+
+    @contextmanager
+    def _failure_into(self, failures: dict[BlockKey, TierError], key: BlockKey) -> Iterator[None]:
+        """Whatever is raised in here, note it: the other blocks must not be forgotten for it."""
         try:
-            deletes = self._start_delete(key)
-        except (ValueError, OSError) as error:
-            raise translate(error, describe) from error
-        TierIO(deletes, describe).result()
-        self._forget(key)
-        self._give_back(key)
+            yield
+        except TierError as error:
+            failures[key] = error
+        except BaseException as error:
+            failures[key] = caused_by(error, self._describe("deleting", key))
 
-    def flush(self) -> None:
-        """Make what was written readable by others. Blocks."""
-
-    def close(self) -> None:
-        """Let go of open files; what is stored stays."""
-
-    def _describe(self, doing: str, key: BlockKey, last: BlockKey | None = None) -> str:
-        """What is going on, for error messages."""
-        blocks = f"block {key.block_idx}" if last is None else f"blocks {key.block_idx} to {last.block_idx}"
-        where = "" if self._root is None else f" below {self._root}"
-        return f"{self.name}: {doing} layer {key.layer_idx}, {blocks}{where}"
+    def _remove(self, key: BlockKey) -> TierIO:
+        return TierIO(lambda: self.start_delete(key), "deleting", self._describe("deleting", key))
 
     def _discard(self, key: BlockKey) -> None:
+        """A write has failed for good: give room and key back, and remove what is left of it if possible."""
         try:
-            self.delete(key)
-        except TierError:  # the device is failing altogether
-            self._forget(key)
+            self._remove(key).result()
+        except TierError as error:
+            logger.warning("%s; what a failed write may have left of it stays", error)
+        finally:
             self._give_back(key)
+            self.forget(key)
 
     def _give_back(self, key: BlockKey) -> None:
         with self._lock:
             self._used_bytes -= self._block_bytes.pop(key, 0)
 
-    @abstractmethod
-    def _start_write(self, key: BlockKey, layout: BlockLayout, source: Bits) -> Sequence[ts.WriteFutures]: ...
-
-    @abstractmethod
-    def _start_read(
-        self, keys: Sequence[BlockKey], layout: BlockLayout, target: Bits
-    ) -> Sequence[ts.WriteFutures]: ...
-
-    @abstractmethod
-    def _start_delete(self, key: BlockKey) -> Sequence[ts.Future[Any]]:
-        """Start to remove a block, nothing when it is not there; tried again when it fails."""
-
-    def _forget(self, key: BlockKey) -> None:
-        """A block has been removed."""
+    def _describe(self, doing: Doing, key: BlockKey, last: BlockKey | None = None) -> str:
+        """What is going on, for error messages."""
+        blocks = f"block {key.block_idx}" if last is None else f"blocks {key.block_idx} to {last.block_idx}"
+        where = "" if self._root is None else f" below {self._root}"
+        return f"{self.name}: {doing} layer {key.layer_idx}, {blocks}{where}"
 
 
-def delete_chunk(store: ts.TensorStore, chunk_key: str) -> ts.Future[Any]:
-    """Start to remove one chunk of an array."""
-    assert store.kvstore is not None
-    return store.kvstore.write(chunk_key, None)
+TierRegistry: Registry[Tier] = Registry("tier", Tier, "hf_tiered_cache.tiers")  # type: ignore[type-abstract]
+"""The tiers that `l1_tier` and `l2_tier` can name."""
 
 
-class TierRegistry:
-    """Implementations by the name that settings use."""
+def register_tier(kind: str, *, replace: bool = False) -> Callable[[_TierClass], _TierClass]:
+    """Class decorator: make a `Tier` available as `l1_tier=kind` or `l2_tier=kind`.
 
-    classes: ClassVar[dict[str, type[Tier]]] = {}
+    Args:
+        kind: its name.
+        replace: whether it takes the place of another class of that name. A class of the same module and qualified
+            name always does: a notebook cell can be run again.
 
-    @classmethod
-    def get(cls, kind: str) -> type[Tier]:
-        """Return the implementation called `kind`.
-
-        Raises:
-            ConfigError: there is none.
-        """
-        if kind not in cls.classes:
-            raise ConfigError(f"unknown tier {kind!r}; there are {', '.join(sorted(cls.classes))}")
-        return cls.classes[kind]
-
-
-def register_tier(kind: str) -> Callable[[type[Tier]], type[Tier]]:
-    """Class decorator: make a `Tier` available as `l1_tier=kind` or `l2_tier=kind`."""
-
-    def register(tier_class: type[Tier]) -> type[Tier]:
-        TierRegistry.classes[kind] = tier_class
-        return tier_class
-
-    return register
+    Raises:
+        ConfigError: the name is another class's, or a method is missing.
+    """
+    return TierRegistry.register(kind, replace=replace)

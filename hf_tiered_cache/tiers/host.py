@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-import tensorstore as ts
 import torch
 
 from ..blocks import Bits, BlockKey, BlockLayout, as_bits
 from ..config import TieredCacheConfig
 from ..errors import TierFullError
+from ..tier_io import TierFuture
 from .base import Tier, register_tier
 
 # Of the capacity: buffers without a block that are kept. About what sinks at a time between the watermarks.
@@ -125,6 +125,9 @@ class HostTier(Tier):
         buffer, nbytes = self._stored[key]
         return buffer.memory[:nbytes]
 
+    def clear(self) -> None:
+        """Nothing: the memory goes with `close`."""
+
     def close(self) -> None:
         with self._buffers_lock:
             buffers = [buffer for buffer, _ in self._stored.values()]
@@ -135,22 +138,18 @@ class HostTier(Tier):
             for buffer in buffers:
                 self._release(buffer)
 
-    def _start_write(self, key: BlockKey, layout: BlockLayout, source: Bits) -> Sequence[ts.WriteFutures]:
-        if source.shape != (layout.rows, layout.row_elements):
-            raise ValueError(f"INVALID_ARGUMENT: {source.shape} is not the shape of a block of {layout}")
+    def start_write(self, key: BlockKey, layout: BlockLayout, source: Bits) -> Sequence[TierFuture]:
         buffer = self._take(self.occupied_bytes(layout))
         np.copyto(_bits(buffer.memory, layout), source)
         self._stored[key] = (buffer, layout.nbytes)
         return ()
 
-    def _start_read(
-        self, keys: Sequence[BlockKey], layout: BlockLayout, target: Bits
-    ) -> Sequence[ts.WriteFutures]:
+    def start_read(self, keys: Sequence[BlockKey], layout: BlockLayout, target: Bits) -> Sequence[TierFuture]:
         for key, block_target in zip(keys, target, strict=True):
             np.copyto(block_target, _bits(self.tensor(key), layout))
         return ()
 
-    def _start_delete(self, key: BlockKey) -> Sequence[ts.Future[Any]]:
+    def start_delete(self, key: BlockKey) -> Sequence[TierFuture]:
         stored = self._stored.pop(key, None)
         if stored is not None:
             self._keep(stored[0])

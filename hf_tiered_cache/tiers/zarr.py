@@ -4,14 +4,17 @@
         layers/<layer>/keys                         [B, H, S, D], one block of tokens per chunk
         layers/<layer>/values                       likewise
 
-Token `s` of an array is token `first_token + s` of the sequence. `rev` is 0; blocks that were sealed again
-after a crop lie in the next revision. Elements are bit patterns of `kv_dtype` (Zarr v3 has no bfloat16).
+A group goes with the last of its blocks. Token `s` of an array is token `first_token + s` of the sequence. `rev`
+is 0; blocks that were sealed again after a crop lie in the next revision. Elements are bit patterns of `kv_dtype`
+(Zarr v3 has no bfloat16).
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +23,8 @@ import tensorstore as ts
 
 from ..blocks import Bits, BlockKey, BlockLayout
 from ..config import TieredCacheConfig
-from .base import IO_TIMEOUT_SECONDS, Tier, delete_chunk, register_tier
+from ..tier_io import IO_TIMEOUT_SECONDS, TierFuture
+from .base import Tier, register_tier
 
 FORMAT = "hf_tiered_cache/kv"
 FORMAT_VERSION = 1
@@ -33,42 +37,62 @@ class ZarrTier(Tier):
 
     def __init__(self, name: str, root: Path, capacity_bytes: int | None, config: TieredCacheConfig) -> None:
         super().__init__(name, root, capacity_bytes, config)
-        self._context = ts.Context({"cache_pool": {"total_bytes_limit": 0}, "data_copy_concurrency": {"limit": 1}})
+        self._context = ts.Context(
+            {
+                "cache_pool": {"total_bytes_limit": 0},
+                "data_copy_concurrency": {"limit": 1},
+                "file_io_sync": False,  # what is written does not outlive the process
+            }
+        )
         self._open_lock = threading.Lock()
         self._groups: set[str] = set()
         self._arrays: dict[tuple[str, int, str], ts.TensorStore] = {}
         self._layouts: dict[BlockKey, BlockLayout] = {}
+        self._blocks_in: Counter[str] = Counter()
 
     def close(self) -> None:
         with self._open_lock:
             self._arrays.clear()
             self._layouts.clear()
 
-    def _start_write(self, key: BlockKey, layout: BlockLayout, source: Bits) -> Sequence[ts.WriteFutures]:
-        self._layouts[key] = layout
-        return [
-            self._chunk(key, layout, which).write(part)
-            for which, part in zip(("keys", "values"), _split(source, layout), strict=True)
-        ]
+    def start_write(self, key: BlockKey, layout: BlockLayout, source: Bits) -> Sequence[TierFuture]:
+        with self._open_lock:
+            self._blocks_in[_group(key, layout)] += key not in self._layouts
+            self._layouts[key] = layout
+        chunks = [self._chunk(key, layout, which) for which in ("keys", "values")]  # before any of them is begun
+        return [chunk.write(part) for chunk, part in zip(chunks, _split(source, layout), strict=True)]
 
-    def _start_read(
-        self, keys: Sequence[BlockKey], layout: BlockLayout, target: Bits
-    ) -> Sequence[ts.WriteFutures]:
-        return [
-            ts.array(part).write(self._chunk(key, self._layouts[key], which))
-            for key, block_target in zip(keys, target, strict=True)
-            for which, part in zip(("keys", "values"), _split(block_target, layout), strict=True)
-        ]
+    def start_read(self, keys: Sequence[BlockKey], layout: BlockLayout, target: Bits) -> Sequence[TierFuture]:
+        chunks = [self._chunk(key, self._layouts[key], which) for key in keys for which in ("keys", "values")]
+        parts = [part for block_target in target for part in _split(block_target, layout)]
+        return [ts.array(part).write(chunk) for part, chunk in zip(parts, chunks, strict=True)]
 
-    def _start_delete(self, key: BlockKey) -> Sequence[ts.Future[Any]]:
+    def start_delete(self, key: BlockKey) -> Sequence[TierFuture]:
         layout = self._layouts.get(key)
         if layout is None:
             return []
-        stores = [self._arrays[_group(key, layout), key.layer_idx, which] for which in ("keys", "values")]
-        return [delete_chunk(store, f"c/0/0/{key.block_idx}/0") for store in stores]
+        layer = self.root / _group(key, layout) / "layers" / str(key.layer_idx)
+        for which in ("keys", "values"):  # not through tensorstore, which takes several times as long
+            (layer / which / f"c.0.0.{key.block_idx}.0").unlink(missing_ok=True)
+        return []
 
-    def _forget(self, key: BlockKey) -> None:
-        self._layouts.pop(key, None)
+    def forget(self, key: BlockKey) -> None:
+        with self._open_lock:
+            layout = self._layouts.pop(key, None)
+            if layout is None:
+                return
+            group = _group(key, layout)
+            self._blocks_in[group] -= 1
+            if not self._blocks_in[group]:
+                del self._blocks_in[group]
+                self._remove_group(group)
+
+    def _remove_group(self, group: str) -> None:
+        """A group without blocks: what is left of it is small. The tier's directory may go first."""
+        for address in [address for address in self._arrays if address[0] == group]:
+            del self._arrays[address]
+        self._groups = {path for path in self._groups if path != group and not path.startswith(f"{group}/")}
+        shutil.rmtree(self.root / group, ignore_errors=True)
 
     def _chunk(self, key: BlockKey, layout: BlockLayout, which: str) -> ts.TensorStore:
         """The part of an array that is this block, `[B, H, block_tokens, D]`; the array grows as needed."""
@@ -111,6 +135,8 @@ class ZarrTier(Tier):
             "data_type": layout.bits_dtype.name,
             "fill_value": 0,
             "dimension_names": ["batch", "head", "token", "dim"],
+            # One directory per array, not one per chunk: written and removed several times faster.
+            "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
             "chunk_grid": {
                 "name": "regular",
                 "configuration": {"chunk_shape": [layout.rows, heads, layout.block_tokens, dim]},

@@ -112,19 +112,19 @@ def test_a_failed_deletion_is_tried_again(tmp_path: Path) -> None:
         chunks = list(tmp_path.glob("*/L000*/c.*"))
         assert len(chunks) > 5
         tier = manager._resources.tiers["L1"]
-        original = tier._start_delete
+        original = tier.start_delete
 
         def failing(key: Any) -> Any:
             original(key)  # the storage says no only afterwards
             chunk = tmp_path / "gone"
             raise ValueError(f"PERMISSION_DENIED: {chunk}")
 
-        tier._start_delete = failing  # type: ignore[method-assign]
+        tier.start_delete = failing  # type: ignore[method-assign]
         manager.free("a")
         with pytest.raises(TierError):
             manager.flush()
         assert tier.used_bytes > 0
-        tier._start_delete = original  # type: ignore[method-assign]
+        tier.start_delete = original  # type: ignore[method-assign]
         manager.flush()
         assert tier.used_bytes == 0 and list(tmp_path.glob("*/L000*/c.*")) == []
 
