@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import difflib
 import os
-import re
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from .errors import ConfigError
+from .values import as_bytes, as_count, as_location, as_number
 
 ATTENTION_TILE_TOKENS = 16
-
-_UNITS = {"": 1, "B": 1}
-_UNITS |= {f"{prefix}B": 1000 ** (power + 1) for power, prefix in enumerate("KMGT")}
-_UNITS |= {f"{prefix}IB": 1024 ** (power + 1) for power, prefix in enumerate("KMGT")}
 
 # Settings whose feature is not there yet, with the values that ask for nothing.
 _NOT_YET: dict[str, tuple[Any, ...]] = {
@@ -25,11 +21,12 @@ _NOT_YET: dict[str, tuple[Any, ...]] = {
 }
 
 
-def parse_bytes(size: int | str, name: str = "size") -> int:
+def parse_bytes(size: object, name: str = "size") -> int:
     """Turn a size into bytes.
 
     Args:
-        size: an `int` of bytes, or a string such as `"6GiB"` (binary) or `"200 GB"` (decimal).
+        size: a whole number of bytes, or a string such as `"6GiB"` or `"6Gi"` (binary), `"200 GB"` or `"200G"`
+            (decimal).
         name: the setting's name, for the error message.
 
     Returns:
@@ -38,21 +35,50 @@ def parse_bytes(size: int | str, name: str = "size") -> int:
     Raises:
         ConfigError: the size is negative, or not a size.
     """
-    if isinstance(size, int) and not isinstance(size, bool):
-        parsed = size
-    else:
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size) if isinstance(size, str) else None
-        if match is None or match[2].upper() not in _UNITS:
-            raise ConfigError(f"{name}={size!r} is not a size: give bytes as an int, or a string like '6GiB'")
-        parsed = int(float(match[1]) * _UNITS[match[2].upper()])
+    try:
+        parsed = as_bytes(size)
+    except ValueError as error:
+        raise ConfigError(
+            f"{name}={size!r} is not a size ({error}): give bytes as an int, or a string like '6GiB'"
+        ) from error
     if parsed < 0:
         raise ConfigError(f"{name}={size!r} is negative")
     return parsed
 
 
+def parse_count(count: object, name: str, minimum: int) -> int:
+    """Turn a whole number of any type (`1e6` too), or text such as `"4K"` (4,000) or `"4Ki"` (4,096), into an int.
+
+    Raises:
+        ConfigError: it is not a whole number, or below `minimum`.
+    """
+    try:
+        parsed = as_count(count)
+    except ValueError as error:
+        raise ConfigError(f"{name}={count!r}: give an int of at least {minimum} ({error})") from error
+    if parsed < minimum:
+        raise ConfigError(f"{name}={count!r}: give an int of at least {minimum}")
+    return parsed
+
+
+def parse_location(location: object, name: str) -> str:
+    """Turn a path into an absolute one, `~` expanded; URLs other than `file://` stay as they are.
+
+    Raises:
+        ConfigError: it is neither a path nor a URL.
+    """
+    try:
+        return as_location(location)
+    except ValueError as error:
+        raise ConfigError(f"{name}={location!r}: give an existing directory, or None ({error})") from error
+
+
 @dataclass(frozen=True, kw_only=True)
 class TieredCacheConfig:
     """What the tiers may use and how they move data.
+
+    Numbers may be of any type, numpy's included, whole ones may be floats (`1e9`), and sizes and counts may be
+    text (`"4Ki"`). Each holds a plain `int`, `float` or `str` afterwards; paths are absolute, `~` expanded.
 
     Args:
         window_tokens: newest tokens of each layer that always stay on the accelerator (L0). At least one block.
@@ -109,13 +135,13 @@ class TieredCacheConfig:
     sink_tokens: int = 0
     block_tokens: int = 256
     prefetch_layers: int = 2
-    resident_capacity: int | str = 0
+    resident_capacity: float | str = 0
     stream_buffers: int = 3
-    stream_buffer_size: int | str = "16MiB"
+    stream_buffer_size: float | str = "16MiB"
     concurrent_streams: int = 2
-    host_capacity: int | str | None = None
+    host_capacity: float | str | None = None
     l1_path: str | os.PathLike[str] | None = None
-    l1_capacity: int | str | None = None
+    l1_capacity: float | str | None = None
     l1_io_mode: Literal["auto", "direct", "buffered"] = "auto"
     l2_url: str | os.PathLike[str] | None = None
     staging_blocks: int = 8
@@ -135,14 +161,13 @@ class TieredCacheConfig:
 
     def __post_init__(self) -> None:
         for name in ("l1_path", "l2_url"):
-            path = getattr(self, name)
-            if path is not None and (not isinstance(path, (str, os.PathLike)) or not os.fspath(path)):
-                raise ConfigError(f"{name}={path!r} is not a path: give an existing directory, or None")
+            if getattr(self, name) is not None:
+                self._set(name, parse_location(getattr(self, name), name))
         for name, nothing in _NOT_YET.items():
             value = getattr(self, name)
-            if value not in nothing:
+            if not any(value is one for one in nothing):
                 raise ConfigError(f"{name}={value!r} is not available yet: leave it at {nothing[0]!r}")
-        if self.mode != "exact":
+        if not _is_one_of(self.mode, "exact"):
             raise ConfigError(f"mode={self.mode!r} is not available: the only mode is 'exact'")
         for name, minimum in (
             ("sink_tokens", 0),
@@ -154,7 +179,10 @@ class TieredCacheConfig:
             ("protection_steps", 0),
             ("warmup_steps", 0),
         ):
-            self._require_int(name, minimum)
+            self._set(name, parse_count(getattr(self, name), name, minimum))
+        for name in ("host_capacity", "l1_capacity", "resident_capacity", "stream_buffer_size"):
+            if getattr(self, name) is not None or name in ("resident_capacity", "stream_buffer_size"):
+                self._set(name, parse_bytes(getattr(self, name), name))
         if self.block_tokens % ATTENTION_TILE_TOKENS:
             raise ConfigError(
                 f"block_tokens={self.block_tokens} is not a multiple of the attention tile of "
@@ -162,7 +190,7 @@ class TieredCacheConfig:
             )
         self._check_window()
         self._check_residency()
-        if self.l1_io_mode not in ("auto", "direct", "buffered"):
+        if not _is_one_of(self.l1_io_mode, "auto", "direct", "buffered"):
             raise ConfigError(f"l1_io_mode={self.l1_io_mode!r}: take 'auto', 'direct' or 'buffered'")
         if self.stream_buffer_bytes == 0:
             raise ConfigError("stream_buffer_size=0: a buffer holds at least one block; '16MiB' is a good size")
@@ -170,17 +198,15 @@ class TieredCacheConfig:
             raise ConfigError(
                 "l1_capacity=0 turns L1 off: give an l2_url or a host_capacity, or blocks have nowhere to go"
             )
-        if "://" in self.l2_directory and not self.l2_directory.startswith("file://"):
+        if "://" in self.l2_directory:
             raise ConfigError(f"l2_url={self.l2_url!r}: only local directories are available yet")
 
     def _check_window(self) -> None:
         bounds = ("window_min_tokens", "window_max_tokens")
-        if self.window_tokens == "auto":
+        if _is_one_of(self.window_tokens, "auto"):
             sizes = [name for name in bounds if getattr(self, name) is not None]
         else:
             sizes = ["window_tokens"]
-            if isinstance(self.window_tokens, str):
-                raise ConfigError(f"window_tokens={self.window_tokens!r}: give an int, or 'auto'")
             for name in bounds:
                 if getattr(self, name) is not None:
                     raise ConfigError(
@@ -188,7 +214,7 @@ class TieredCacheConfig:
                         "window_tokens='auto', or leave it out"
                     )
         for name in sizes:
-            self._require_int(name, 1)
+            self._set(name, parse_count(getattr(self, name), name, 1))
             if getattr(self, name) < self.block_tokens:
                 raise ConfigError(
                     f"{name}={getattr(self, name)} is smaller than block_tokens={self.block_tokens}: "
@@ -211,15 +237,19 @@ class TieredCacheConfig:
             raise ConfigError(f"prefetch_threshold={self.prefetch_threshold}: give a probability, 0 to 1")
         if self.eviction is not None and not isinstance(self.eviction, str):
             raise ConfigError(f"eviction={self.eviction!r}: give the name of a policy, or None")
-        for name in ("host_capacity", "resident_capacity"):
-            if getattr(self, name) is not None:
-                parse_bytes(getattr(self, name), name)
 
     def _fraction(self, name: str) -> float:
         value = getattr(self, name)
-        if not isinstance(value, (int, float)) or isinstance(value, bool):
-            raise ConfigError(f"{name}={value!r}: give a number between 0 and 1")
-        return float(value)
+        try:
+            fraction = float(as_number(value))
+        except ValueError as error:
+            raise ConfigError(f"{name}={value!r}: give a number between 0 and 1 ({error})") from error
+        self._set(name, fraction)
+        return fraction
+
+    def _set(self, name: str, value: object) -> None:
+        """Put a setting as it was meant in the place of what was given; while this object is being made."""
+        object.__setattr__(self, name, value)
 
     @property
     def window_floor_tokens(self) -> int:
@@ -256,12 +286,7 @@ class TieredCacheConfig:
     @property
     def l2_directory(self) -> str:
         """`l2_url` as a path, empty when there is no L2."""
-        return "" if self.l2_url is None else os.fspath(self.l2_url).removeprefix("file://")
-
-    def _require_int(self, name: str, minimum: int) -> None:
-        value = getattr(self, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-            raise ConfigError(f"{name}={value!r}: give an int of at least {minimum}")
+        return "" if self.l2_url is None else os.fspath(self.l2_url)
 
     @classmethod
     def from_options(cls, base: TieredCacheConfig | None, options: dict[str, Any]) -> TieredCacheConfig:
@@ -281,3 +306,8 @@ class TieredCacheConfig:
                 raise ConfigError(f"unknown setting {name!r}: {hint}")
         inherited = {} if base is None else {name: getattr(base, name) for name in known}
         return cls(**(inherited | options))
+
+
+def _is_one_of(value: object, *names: str) -> bool:
+    """Whether it is text, and one of these: an array would be compared element by element."""
+    return isinstance(value, str) and value in names
