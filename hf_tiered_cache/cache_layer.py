@@ -287,13 +287,13 @@ class TieredLayer(DynamicLayer):
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each batch row `repeats` times."""
         if self.get_seq_length():
-            self._select_rows(torch.arange(self.batch_size).repeat_interleave(repeats))
+            self._select_rows(torch.arange(self.batch_size, device="cpu").repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep some batch rows, given by index or by a mask."""
         if self.get_seq_length():
             picked = indices.cpu() if isinstance(indices, torch.Tensor) else indices
-            self._select_rows(torch.arange(self.batch_size)[picked])
+            self._select_rows(torch.arange(self.batch_size, device="cpu")[picked])
 
     @property
     def batch_size(self) -> int:
@@ -311,7 +311,7 @@ class TieredLayer(DynamicLayer):
     def _materialise(self, which: int) -> torch.Tensor | None:
         if self._binding.closed or not self.get_seq_length():
             return None
-        positions = torch.arange(self.get_seq_length())
+        positions = torch.arange(self.get_seq_length(), device="cpu")
         return self._binding.manager.fetch(self._binding.request_id, self._layer_idx, positions)[which]
 
     def _refuse(self, value: torch.Tensor | None) -> None:
