@@ -95,8 +95,9 @@ class TieredCacheConfig:
             stay there beside the window.
         stream_buffers: buffers through which old blocks stream to an attention that takes them part by part
             (`attn_implementation="tiered"`), at least 2: one is read while the others are being loaded.
-        stream_buffer_size: bytes of each (`int` or e.g. `"16MiB"`); at least one block fits in. Larger buffers
-            hide more of the storage's time behind the computation between two attentions.
+        stream_buffer_size: bytes that each may reach (`int` or e.g. `"16MiB"`); at least one block fits in. Larger
+            buffers hide more of the storage's time behind the computation between two attentions. They grow with
+            the context, up to the longest layer or this size.
         concurrent_streams: how many threads may attend in this way at a time, per device, each through buffers
             of its own; others wait for their turn. A second set of buffers is made when a second thread comes.
         host_capacity: bytes of host memory for blocks, nearer than L1 (`int` or e.g. `"8GiB"`; page-locked on

@@ -57,7 +57,8 @@ def plan_streaming(
     query_tokens: int = 1,
     dtype: torch.dtype | None = None,
 ) -> StreamingL0:
-    """How much accelerator memory the streaming form takes, at most. It does not depend on the context's length.
+    """How much accelerator memory the streaming form takes, at most, whatever the context's length. A short one
+    takes less.
 
     Of what PyTorch's attention kernels allocate inside, and of the model itself, nothing is included.
 
