@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import os
-from dataclasses import dataclass, fields
-from typing import Any, Literal
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, TypeVar
 
 from .errors import ConfigError
 from .values import as_bytes, as_count, as_location, as_number
 
 ATTENTION_TILE_TOKENS = 16
+
+T = TypeVar("T")
 
 # Settings whose feature is not there yet, with the values that ask for nothing.
 _NOT_YET: dict[str, tuple[Any, ...]] = {
@@ -57,7 +60,8 @@ def parse_count(count: object, name: str, minimum: int) -> int:
     except ValueError as error:
         raise ConfigError(f"{name}={count!r}: give an int of at least {minimum} ({error})") from error
     if parsed < minimum:
-        raise ConfigError(f"{name}={count!r}: give an int of at least {minimum}")
+        problem = "negative" if parsed < 0 else "too small"
+        raise ConfigError(f"{name}={count!r} is {problem}: give an int of at least {minimum}")
     return parsed
 
 
@@ -73,6 +77,28 @@ def parse_location(location: object, name: str) -> str:
         raise ConfigError(f"{name}={location!r}: give an existing directory, or None ({error})") from error
 
 
+def _with_hints(settings: type[T]) -> type[T]:
+    """Let a dataclass of settings say what may have been meant by a keyword that it does not have."""
+    initialise: Any = vars(settings)["__init__"]
+
+    @functools.wraps(initialise)
+    def checked(self: Any, *values: object, **options: object) -> None:
+        if values:
+            raise ConfigError(f"settings go as keywords: {settings.__name__}(window_tokens=4096), say")
+        known = {field.name for field in fields(self)}
+        for name in options:
+            if name not in known:
+                close = difflib.get_close_matches(name, known, 1)
+                usable = ", ".join(sorted(known - set(_NOT_YET)))
+                hint = f"did you mean {close[0]!r}?" if close else f"the settings are {usable}"
+                raise ConfigError(f"unknown setting {name!r}: {hint}")
+        initialise(self, **options)
+
+    settings.__init__ = checked  # type: ignore[method-assign]
+    return settings
+
+
+@_with_hints
 @dataclass(frozen=True, kw_only=True)
 class TieredCacheConfig:
     """What the tiers may use and how they move data.
@@ -294,19 +320,11 @@ class TieredCacheConfig:
         """Return `base` (default settings when `None`) with `options` put over it.
 
         Raises:
-            ConfigError: an option does not exist.
+            ConfigError: an option does not exist, or makes no sense.
         """
-        known = {field.name for field in fields(cls)}
         if base is not None and not isinstance(base, cls):
             raise ConfigError(f"cache_config={base!r} is not a TieredCacheConfig; single settings go as keywords")
-        for name in options:
-            if name not in known:
-                close = difflib.get_close_matches(name, known, 1)
-                usable = ", ".join(sorted(known - set(_NOT_YET)))
-                hint = f"did you mean {close[0]!r}?" if close else f"the settings are {usable}"
-                raise ConfigError(f"unknown setting {name!r}: {hint}")
-        inherited = {} if base is None else {name: getattr(base, name) for name in known}
-        return cls(**(inherited | options))
+        return cls(**options) if base is None else replace(base, **options)
 
 
 def _is_one_of(value: object, *names: str) -> bool:

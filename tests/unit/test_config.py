@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import inspect
 import math
 import os
+import pickle
 from fractions import Fraction
 from pathlib import Path
 
@@ -229,3 +232,32 @@ def test_settings_as_a_dict_are_refused() -> None:
 def test_settings_are_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         TieredCacheConfig().window_tokens = 1  # type: ignore[misc]
+
+
+def test_an_unknown_setting_is_told_by_the_class_too() -> None:
+    with pytest.raises(ConfigError, match=r"'window_size': did you mean 'window_tokens'"):
+        TieredCacheConfig(window_size=512)  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match="did you mean 'block_tokens'"):
+        dataclasses.replace(TieredCacheConfig(), block_token=64)  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match="'zzz': the settings are block_tokens, "):
+        TieredCacheConfig(zzz=1)  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match="settings go as keywords"):
+        TieredCacheConfig(512)  # type: ignore[misc]
+
+
+def test_it_is_a_dataclass_all_the_same() -> None:
+    config = TieredCacheConfig(window_tokens=512)
+    assert dataclasses.replace(config, sink_tokens=4) == TieredCacheConfig(window_tokens=512, sink_tokens=4)
+    assert hash(config) == hash(TieredCacheConfig(**dataclasses.asdict(config)))
+    parameters = inspect.signature(TieredCacheConfig).parameters
+    assert list(parameters) == [field.name for field in dataclasses.fields(TieredCacheConfig)]
+    assert parameters["window_tokens"].default == 4096
+    assert pickle.loads(pickle.dumps(config)) == copy.deepcopy(config) == config
+    assert "window_tokens=512" in repr(config)
+
+
+def test_a_kind_of_settings_stays_what_it_is() -> None:
+    class Mine(TieredCacheConfig):
+        pass
+
+    assert type(TieredCacheConfig.from_options(Mine(sink_tokens=4), {"window_tokens": 512})) is Mine
