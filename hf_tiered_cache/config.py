@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import os
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, TypeVar
 
 from .errors import ConfigError
+from .values import as_bytes, as_count, as_location, as_number
 
 ATTENTION_TILE_TOKENS = 16
 
-_UNITS = {"": 1, "B": 1}
-_UNITS |= {f"{prefix}B": 1000 ** (power + 1) for power, prefix in enumerate("KMGT")}
-_UNITS |= {f"{prefix}IB": 1024 ** (power + 1) for power, prefix in enumerate("KMGT")}
+T = TypeVar("T")
 
 # Settings whose feature is not there yet, with the values that ask for nothing.
 _NOT_YET: dict[str, tuple[Any, ...]] = {
@@ -26,11 +25,12 @@ _NOT_YET: dict[str, tuple[Any, ...]] = {
 }
 
 
-def parse_bytes(size: int | str, name: str = "size") -> int:
+def parse_bytes(size: object, name: str = "size") -> int:
     """Turn a size into bytes.
 
     Args:
-        size: an `int` of bytes, or a string such as `"6GiB"` (binary) or `"200 GB"` (decimal).
+        size: a whole number of bytes, or a string such as `"6GiB"` or `"6Gi"` (binary), `"200 GB"` or `"200G"`
+            (decimal).
         name: the setting's name, for the error message.
 
     Returns:
@@ -39,21 +39,73 @@ def parse_bytes(size: int | str, name: str = "size") -> int:
     Raises:
         ConfigError: the size is negative, or not a size.
     """
-    if isinstance(size, int) and not isinstance(size, bool):
-        parsed = size
-    else:
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size) if isinstance(size, str) else None
-        if match is None or match[2].upper() not in _UNITS:
-            raise ConfigError(f"{name}={size!r} is not a size: give bytes as an int, or a string like '6GiB'")
-        parsed = int(float(match[1]) * _UNITS[match[2].upper()])
+    try:
+        parsed = as_bytes(size)
+    except ValueError as error:
+        raise ConfigError(
+            f"{name}={size!r} is not a size ({error}): give bytes as an int, or a string like '6GiB'"
+        ) from error
     if parsed < 0:
         raise ConfigError(f"{name}={size!r} is negative")
     return parsed
 
 
+def parse_count(count: object, name: str, minimum: int) -> int:
+    """Turn a whole number of any type (`1e6` too), or text such as `"4K"` (4,000) or `"4Ki"` (4,096), into an int.
+
+    Raises:
+        ConfigError: it is not a whole number, or below `minimum`.
+    """
+    try:
+        parsed = as_count(count)
+    except ValueError as error:
+        raise ConfigError(f"{name}={count!r}: give an int of at least {minimum} ({error})") from error
+    if parsed < minimum:
+        problem = "negative" if parsed < 0 else "too small"
+        raise ConfigError(f"{name}={count!r} is {problem}: give an int of at least {minimum}")
+    return parsed
+
+
+def parse_location(location: object, name: str) -> str:
+    """Turn a path into an absolute one, `~` expanded; URLs other than `file://` stay as they are.
+
+    Raises:
+        ConfigError: it is neither a path nor a URL.
+    """
+    try:
+        return as_location(location)
+    except ValueError as error:
+        raise ConfigError(f"{name}={location!r}: give an existing directory, or None ({error})") from error
+
+
+def _with_hints(settings: type[T]) -> type[T]:
+    """Let a dataclass of settings say what may have been meant by a keyword that it does not have."""
+    initialise: Any = vars(settings)["__init__"]
+
+    @functools.wraps(initialise)
+    def checked(self: Any, *values: object, **options: object) -> None:
+        if values:
+            raise ConfigError(f"settings go as keywords: {settings.__name__}(window_tokens=4096), say")
+        known = {field.name for field in fields(self)}
+        for name in options:
+            if name not in known:
+                close = difflib.get_close_matches(name, known, 1)
+                usable = ", ".join(sorted(known - set(_NOT_YET)))
+                hint = f"did you mean {close[0]!r}?" if close else f"the settings are {usable}"
+                raise ConfigError(f"unknown setting {name!r}: {hint}")
+        initialise(self, **options)
+
+    settings.__init__ = checked  # type: ignore[method-assign]
+    return settings
+
+
+@_with_hints
 @dataclass(frozen=True, kw_only=True)
 class TieredCacheConfig:
     """What the tiers may use and how they move data.
+
+    Numbers may be of any type, numpy's included, whole ones may be floats (`1e9`), and sizes and counts may be
+    text (`"4Ki"`). Each holds a plain `int`, `float` or `str` afterwards; paths are absolute, `~` expanded.
 
     Args:
         window_tokens: newest tokens of each layer that always stay on the accelerator (L0). At least one block.
@@ -70,8 +122,9 @@ class TieredCacheConfig:
             stay there beside the window.
         stream_buffers: buffers through which old blocks stream to an attention that takes them part by part
             (`attn_implementation="tiered"`), at least 2: one is read while the others are being loaded.
-        stream_buffer_size: bytes of each (`int` or e.g. `"16MiB"`); at least one block fits in. Larger buffers
-            hide more of the storage's time behind the computation between two attentions.
+        stream_buffer_size: bytes that each may reach (`int` or e.g. `"16MiB"`); at least one block fits in. Larger
+            buffers hide more of the storage's time behind the computation between two attentions. They grow with
+            the context, up to the longest layer or this size.
         concurrent_streams: how many threads may attend in this way at a time, per device, each through buffers
             of its own; others wait for their turn. A second set of buffers is made when a second thread comes.
         host_capacity: bytes of host memory for blocks, nearer than L1 (`int` or e.g. `"8GiB"`; page-locked on
@@ -112,13 +165,13 @@ class TieredCacheConfig:
     sink_tokens: int = 0
     block_tokens: int = 256
     prefetch_layers: int = 2
-    resident_capacity: int | str = 0
+    resident_capacity: float | str = 0
     stream_buffers: int = 3
-    stream_buffer_size: int | str = "16MiB"
+    stream_buffer_size: float | str = "16MiB"
     concurrent_streams: int = 2
-    host_capacity: int | str | None = None
+    host_capacity: float | str | None = None
     l1_path: str | os.PathLike[str] | None = None
-    l1_capacity: int | str | None = None
+    l1_capacity: float | str | None = None
     l1_io_mode: Literal["auto", "direct", "buffered"] = "auto"
     l2_url: str | os.PathLike[str] | None = None
     staging_blocks: int = 8
@@ -140,14 +193,13 @@ class TieredCacheConfig:
 
     def __post_init__(self) -> None:
         for name in ("l1_path", "l2_url"):
-            path = getattr(self, name)
-            if path is not None and (not isinstance(path, (str, os.PathLike)) or not os.fspath(path)):
-                raise ConfigError(f"{name}={path!r} is not a path: give an existing directory, or None")
+            if getattr(self, name) is not None:
+                self._set(name, parse_location(getattr(self, name), name))
         for name, nothing in _NOT_YET.items():
             value = getattr(self, name)
-            if value not in nothing:
+            if not any(value is one for one in nothing):
                 raise ConfigError(f"{name}={value!r} is not available yet: leave it at {nothing[0]!r}")
-        if self.mode != "exact":
+        if not _is_one_of(self.mode, "exact"):
             raise ConfigError(f"mode={self.mode!r} is not available: the only mode is 'exact'")
         for name, minimum in (
             ("sink_tokens", 0),
@@ -159,7 +211,10 @@ class TieredCacheConfig:
             ("protection_steps", 0),
             ("warmup_steps", 0),
         ):
-            self._require_int(name, minimum)
+            self._set(name, parse_count(getattr(self, name), name, minimum))
+        for name in ("host_capacity", "l1_capacity", "resident_capacity", "stream_buffer_size"):
+            if getattr(self, name) is not None or name in ("resident_capacity", "stream_buffer_size"):
+                self._set(name, parse_bytes(getattr(self, name), name))
         if self.block_tokens % ATTENTION_TILE_TOKENS:
             raise ConfigError(
                 f"block_tokens={self.block_tokens} is not a multiple of the attention tile of "
@@ -167,7 +222,7 @@ class TieredCacheConfig:
             )
         self._check_window()
         self._check_residency()
-        if self.l1_io_mode not in ("auto", "direct", "buffered"):
+        if not _is_one_of(self.l1_io_mode, "auto", "direct", "buffered"):
             raise ConfigError(f"l1_io_mode={self.l1_io_mode!r}: take 'auto', 'direct' or 'buffered'")
         if self.stream_buffer_bytes == 0:
             raise ConfigError("stream_buffer_size=0: a buffer holds at least one block; '16MiB' is a good size")
@@ -180,12 +235,10 @@ class TieredCacheConfig:
 
     def _check_window(self) -> None:
         bounds = ("window_min_tokens", "window_max_tokens")
-        if self.window_tokens == "auto":
+        if _is_one_of(self.window_tokens, "auto"):
             sizes = [name for name in bounds if getattr(self, name) is not None]
         else:
             sizes = ["window_tokens"]
-            if isinstance(self.window_tokens, str):
-                raise ConfigError(f"window_tokens={self.window_tokens!r}: give an int, or 'auto'")
             for name in bounds:
                 if getattr(self, name) is not None:
                     raise ConfigError(
@@ -193,7 +246,7 @@ class TieredCacheConfig:
                         "window_tokens='auto', or leave it out"
                     )
         for name in sizes:
-            self._require_int(name, 1)
+            self._set(name, parse_count(getattr(self, name), name, 1))
             if getattr(self, name) < self.block_tokens:
                 raise ConfigError(
                     f"{name}={getattr(self, name)} is smaller than block_tokens={self.block_tokens}: "
@@ -216,9 +269,6 @@ class TieredCacheConfig:
             raise ConfigError(f"prefetch_threshold={self.prefetch_threshold}: give a probability, 0 to 1")
         if self.eviction is not None and not isinstance(self.eviction, str):
             raise ConfigError(f"eviction={self.eviction!r}: give the name of a policy, or None")
-        for name in ("host_capacity", "resident_capacity"):
-            if getattr(self, name) is not None:
-                parse_bytes(getattr(self, name), name)
 
     def _check_tiers(self) -> None:
         if self.l2_tier is None and "://" in self.l2_directory:
@@ -237,9 +287,16 @@ class TieredCacheConfig:
 
     def _fraction(self, name: str) -> float:
         value = getattr(self, name)
-        if not isinstance(value, (int, float)) or isinstance(value, bool):
-            raise ConfigError(f"{name}={value!r}: give a number between 0 and 1")
-        return float(value)
+        try:
+            fraction = float(as_number(value))
+        except ValueError as error:
+            raise ConfigError(f"{name}={value!r}: give a number between 0 and 1 ({error})") from error
+        self._set(name, fraction)
+        return fraction
+
+    def _set(self, name: str, value: object) -> None:
+        """Put a setting as it was meant in the place of what was given; while this object is being made."""
+        object.__setattr__(self, name, value)
 
     @property
     def window_floor_tokens(self) -> int:
@@ -276,28 +333,20 @@ class TieredCacheConfig:
     @property
     def l2_directory(self) -> str:
         """`l2_url` as a path, empty when there is no L2."""
-        return "" if self.l2_url is None else os.fspath(self.l2_url).removeprefix("file://")
-
-    def _require_int(self, name: str, minimum: int) -> None:
-        value = getattr(self, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-            raise ConfigError(f"{name}={value!r}: give an int of at least {minimum}")
+        return "" if self.l2_url is None else os.fspath(self.l2_url)
 
     @classmethod
     def from_options(cls, base: TieredCacheConfig | None, options: dict[str, Any]) -> TieredCacheConfig:
         """Return `base` (default settings when `None`) with `options` put over it.
 
         Raises:
-            ConfigError: an option does not exist.
+            ConfigError: an option does not exist, or makes no sense.
         """
-        known = {field.name for field in fields(cls)}
         if base is not None and not isinstance(base, cls):
             raise ConfigError(f"cache_config={base!r} is not a TieredCacheConfig; single settings go as keywords")
-        for name in options:
-            if name not in known:
-                close = difflib.get_close_matches(name, known, 1)
-                usable = ", ".join(sorted(known - set(_NOT_YET)))
-                hint = f"did you mean {close[0]!r}?" if close else f"the settings are {usable}"
-                raise ConfigError(f"unknown setting {name!r}: {hint}")
-        inherited = {} if base is None else {name: getattr(base, name) for name in known}
-        return cls(**(inherited | options))
+        return cls(**options) if base is None else replace(base, **options)
+
+
+def _is_one_of(value: object, *names: str) -> bool:
+    """Whether it is text, and one of these: an array would be compared element by element."""
+    return isinstance(value, str) and value in names

@@ -32,6 +32,10 @@ class Geometry:
         Raises:
             ConfigError: they are not a K and V of one layer.
         """
+        if not isinstance(key, torch.Tensor) or not isinstance(value, torch.Tensor):
+            raise ConfigError(
+                f"key is {type(key).__name__}, value {type(value).__name__}: pass tensors [B, H, T, D]"
+            )
         if key.ndim != 4 or value.ndim != 4 or key.shape[0] != value.shape[0] or key.shape[2] != value.shape[2]:
             raise ConfigError(
                 f"key {tuple(key.shape)} and value {tuple(value.shape)} must be [B, H, T, D] with the same batch "

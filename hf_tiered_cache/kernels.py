@@ -94,8 +94,8 @@ def _cpu_flash(
     exact = torch.promote_types(query.dtype, torch.float32)
     if query.dtype is exact:
         return _run_cpu_flash(query, key, value, scoring)
-    output = torch.empty(*query.shape[:-1], value.shape[-1], dtype=exact)
-    lse = torch.empty(query.shape[:-1], dtype=exact)
+    output = torch.empty(*query.shape[:-1], value.shape[-1], dtype=exact, device=query.device)
+    lse = torch.empty(query.shape[:-1], dtype=exact, device=query.device)
     batch, heads, tokens, dim = key.shape
     fitting_heads = max(1, CONVERTED_BYTES // (8 * tokens * dim))
     batch_step, head_step = max(1, fitting_heads // heads), min(heads, fitting_heads)

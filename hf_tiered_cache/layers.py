@@ -17,6 +17,16 @@ from .transfer.engine import CopyEngine
 from .window import WindowBuffer
 
 
+def check_layer_id(layer_id: int) -> None:
+    """Raise unless this names a layer: a tensor, say, would be another name each time.
+
+    Raises:
+        ConfigError: it is no int, Python's or numpy's.
+    """
+    if isinstance(layer_id, bool) or not isinstance(layer_id, (int, np.integer)):
+        raise ConfigError(f"layer_id={layer_id!r} is {type(layer_id).__name__}: pass an int")
+
+
 class LayerState:
     """Window and block table of one layer; together they hold its tokens.
 

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from .config import TieredCacheConfig
+from .config import TieredCacheConfig, parse_count
 from .errors import ConfigError
 from .geometry import Geometry
-from .layers import LayerState
+from .layers import LayerState, check_layer_id
 from .locks import TimedLock
 from .metrics import CacheStats
 from .online_attention import AttentionRule, OnlineAttention
@@ -44,9 +44,10 @@ class KVCacheManager:
     ```
 
     Args:
-        cache_config: settings; the defaults when `None`.
+        cache_config: settings as one object; the defaults when `None`.
         memory_probe: tells an automatic window how much memory a device has; see `probe_memory`.
         engine_factory: makes the copy engine of a device.
+        options: single settings, which override `cache_config`; see `TieredCacheConfig`.
 
     Raises:
         ConfigError: a setting makes no sense, or a path is missing or not writable.
@@ -58,8 +59,9 @@ class KVCacheManager:
         *,
         memory_probe: MemoryProbe = probe_memory,
         engine_factory: EngineFactory = make_engine,
+        **options: Any,
     ) -> None:
-        self.config = cache_config or TieredCacheConfig()
+        self.config = TieredCacheConfig.from_options(cache_config, options)
         self._resources = Resources(self.config, engine_factory)
         self._book = RequestBook(self._resources.metrics)
         self._windows = Windows(self.config, memory_probe, self._resources.metrics)
@@ -101,9 +103,7 @@ class KVCacheManager:
             ConfigError: the name is taken, or `seq_len` is negative.
         """
         self._check()
-        if seq_len < 0:
-            raise ConfigError(f"seq_len={seq_len} is negative")
-        self._book.enter(self._book.make(request_id, seq_len))
+        self._book.enter(self._book.make(request_id, parse_count(seq_len, "seq_len", 0)))
 
     def free(self, request_id: Hashable) -> None:
         """Forget a request and delete its blocks, except those that a fork still needs.
@@ -242,7 +242,8 @@ class KVCacheManager:
         """
         with self._using(request_id, adds_tokens=True) as request:
             Geometry.of(key, value)
-            rule = rule or AttentionRule()
+            check_layer_id(layer_id)
+            rule = AttentionRule.of(rule)
             held = request.layers.get(layer_id)
             rule.check_fits(query, key, value, (held.tokens if held else 0) + key.shape[2])
             layer = self._layer(request, layer_id, key, value)
@@ -336,8 +337,7 @@ class KVCacheManager:
         """
         with self._using(request_id) as request:
             layer = request.existing_layer(layer_id)
-            if tokens_to_remove < 0:
-                raise ConfigError(f"tokens_to_remove={tokens_to_remove} is negative")
+            tokens_to_remove = parse_count(tokens_to_remove, "tokens_to_remove", 0)
             self._paths.crop(layer, max(0, layer.tokens - tokens_to_remove))
 
     def select_rows(self, request_id: Hashable, layer_id: int, rows: Sequence[int] | np.ndarray[Any, Any]) -> None:
@@ -345,9 +345,7 @@ class KVCacheManager:
         window's data only; for sealed blocks a row map changes."""
         with self._using(request_id) as request:
             layer = request.existing_layer(layer_id)
-            index = np.asarray(rows, dtype=np.int64)
-            if index.size == 0 or index.min() < 0 or index.max() >= layer.geometry.batch:
-                raise ConfigError(f"rows {index.tolist()} are not all within a batch of {layer.geometry.batch}")
+            index = as_positions(rows, layer.geometry.batch, f"rows of a batch of {layer.geometry.batch}")
             self._paths.select_rows(layer, index)
 
     # -- numbers ------------------------------------------------------------------------------------------------
@@ -385,6 +383,7 @@ class KVCacheManager:
     def _layer(self, request: Request, layer_id: int, key: torch.Tensor, value: torch.Tensor) -> LayerState:
         """The layer to which these tensors can be appended, made if it is the first time."""
         geometry = Geometry.of(key, value)
+        check_layer_id(layer_id)
         layer = request.layers.get(layer_id)
         if layer is None:
             layer = self._paths.new_layer(request, layer_id, geometry, key.device)

@@ -69,6 +69,7 @@ class Mover:
         self._config = config
         self._metrics = metrics
         self._sampling = np.random.default_rng(0)
+        self._known_layouts: set[BlockLayout] = set()
 
     def tier_with_room(self, block: Block, below: Tier | None = None) -> Tier:
         """The nearest tier, below one if there is one, that can take the block, after demoting others if need be.
@@ -76,6 +77,9 @@ class Mover:
         Raises:
             TierFullError: there is none.
         """
+        if block.layout not in self._known_layouts:
+            self._known_layouts.add(block.layout)
+            self._warn_of_small_capacities(block.layout)
         tiers = self._tiers if below is None else self._tiers[self._tiers.index(below) + 1 :]
         for tier in tiers:
             occupied = tier.occupied_bytes(block.layout)
@@ -95,6 +99,24 @@ class Mover:
             f"({block.layout.nbytes} bytes): {held}. Raise l1_capacity or give an l2_url in a "
             "new cache, or free requests; the block is kept in memory and written as soon as there is room"
         )
+
+    def _warn_of_small_capacities(self, layout: BlockLayout) -> None:
+        """Say of each capacity that the user set whether it is too small for even one block."""
+        config = self._config
+        needed = {tier.name: tier.occupied_bytes(layout) for tier in self._tiers}
+        for setting, capacity, block_bytes in (
+            ("resident_capacity", config.resident_bytes, layout.nbytes),
+            ("host_capacity", config.host_capacity_bytes, needed.get("host", 0)),
+            ("l1_capacity", config.l1_capacity_bytes, needed.get("L1", 0)),
+        ):
+            if capacity and capacity < block_bytes:
+                logger.warning(
+                    "%s=%d is less than one block of %d bytes: nothing is kept there. Raise it, or take fewer "
+                    "block_tokens",
+                    setting,
+                    capacity,
+                    block_bytes,
+                )
 
     def finish(self, moves: list[Move], leaving: str | None) -> None:
         """Wait for all writes and flip the residency of each that is complete; the copy in `leaving` goes. Raises

@@ -48,12 +48,25 @@ class AttentionRule:
     masked_tokens: int | None = None
     dtype: torch.dtype | None = None
 
+    @classmethod
+    def of(cls, rule: AttentionRule | None) -> AttentionRule:
+        """A rule as it was given; plain causal attention when `None`.
+
+        Raises:
+            ConfigError: it is something else.
+        """
+        if rule is not None and not isinstance(rule, cls):
+            raise ConfigError(f"rule={rule!r}: pass an AttentionRule, or None")
+        return rule or cls()
+
     def check_fits(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tokens: int) -> None:
         """Raise unless query and mask fit new K and V `[B, H, Q, D]` at the end of a sequence of `tokens`.
 
         Raises:
             ConfigError: they do not.
         """
+        if not isinstance(query, torch.Tensor):
+            raise ConfigError(f"query is {type(query).__name__}: pass a tensor [B, Hq, T, D]")
         batch, kv_heads, queries, key_dim = key.shape
         heads = query.shape[1] if query.ndim == 4 else 0
         if query.shape != (batch, heads, queries, key_dim) or heads % kv_heads or query.dtype != key.dtype:

@@ -286,6 +286,10 @@ class DataPaths:
 
     def select_rows(self, layer: LayerState, rows: Positions) -> None:
         """Let batch row `i` be what row `rows[i]` was."""
+        if not len(rows):
+            raise ConfigError(
+                f"no row of a batch of {layer.geometry.batch} would be left: free the request instead"
+            )
         if np.array_equal(rows, np.arange(layer.geometry.batch)):
             return
         if self._resources.prefetcher is not None:
@@ -377,15 +381,20 @@ def blocks_of(layer: LayerState, positions: Positions) -> list[int]:
     return [int(block) for block in np.unique(blocks[(blocks >= 0) & (blocks < len(layer.table))])]
 
 
-def as_positions(positions: torch.Tensor | Sequence[int], tokens: int) -> Positions:
-    """Positions as a 1-D int64 array.
+def as_positions(
+    positions: torch.Tensor | Sequence[int] | np.ndarray[Any, Any], tokens: int, what: str = "positions"
+) -> Positions:
+    """Positions, or what else they are, as a 1-D int64 array.
 
     Raises:
         ConfigError: they are not 1-D, not integers, or not all in `[0, tokens)`.
     """
-    array = positions.detach().cpu().numpy() if isinstance(positions, torch.Tensor) else np.asarray(positions)
+    try:
+        array = positions.detach().cpu().numpy() if isinstance(positions, torch.Tensor) else np.asarray(positions)
+    except (TypeError, ValueError, RuntimeError) as error:  # ragged, or a tensor that numpy does not know
+        raise ConfigError(f"{what} must be a 1-D sequence of ints ({error})") from error
     if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
-        raise ConfigError(f"positions must be a 1-D sequence of ints, not {array.dtype} of shape {array.shape}")
+        raise ConfigError(f"{what} must be a 1-D sequence of ints, not {array.dtype} of shape {array.shape}")
     if array.size and (array.min() < 0 or array.max() >= tokens):
-        raise ConfigError(f"positions must lie in [0, {tokens}); got {array.min()} to {array.max()}")
+        raise ConfigError(f"{what} must lie in [0, {tokens}); got {array.min()} to {array.max()}")
     return array.astype(np.int64)

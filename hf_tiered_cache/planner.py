@@ -8,7 +8,8 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from .config import TieredCacheConfig
+from .config import TieredCacheConfig, parse_count
+from .errors import ConfigError
 from .geometry import Geometry
 from .kernels import CONVERTED_BYTES, MATMUL_SCORE_ELEMENTS
 from .lane import SLOTS_PER_RING
@@ -58,7 +59,8 @@ def plan_streaming(
     query_tokens: int = 1,
     dtype: torch.dtype | None = None,
 ) -> StreamingL0:
-    """How much accelerator memory the streaming form takes, at most. It does not depend on the context's length.
+    """How much accelerator memory the streaming form takes, at most, whatever the context's length. A short one
+    takes less.
 
     Of what PyTorch's attention kernels allocate inside, and of the model itself, nothing is included.
 
@@ -68,7 +70,18 @@ def plan_streaming(
         batch_size: rows, beams included.
         query_tokens: most tokens in one forward pass: `prefill_chunk_size`, or the whole prompt without it.
         dtype: of K and V; the model's when `None`.
+
+    Raises:
+        ConfigError: an argument is of another type, or a number is below 1.
     """
+    if not isinstance(config, PreTrainedConfig):
+        raise ConfigError(f"config={type(config).__name__}: pass the model's config, model.config")
+    if not isinstance(cache_config, TieredCacheConfig):
+        raise ConfigError(f"cache_config={cache_config!r} is not a TieredCacheConfig")
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise ConfigError(f"dtype={dtype!r}: pass a torch.dtype, or None")
+    batch_size = parse_count(batch_size, "batch_size", 1)
+    query_tokens = parse_count(query_tokens, "query_tokens", 1)
     text = config.get_text_config(decoder=True)
     heads = text.num_attention_heads
     kv_heads = getattr(text, "num_key_value_heads", None) or heads

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from .errors import CacheClosedError, ConfigError
-from .layers import LayerState
+from .layers import LayerState, check_layer_id
 from .locks import ThreadReference, TimedLock, this_thread
 from .metrics import Metrics
 
@@ -75,6 +75,7 @@ class Request:
             ConfigError: there is no such layer.
             TieredCacheError: an interrupt has torn it.
         """
+        check_layer_id(layer_idx)
         if layer_idx not in self.layers:
             raise ConfigError(f"layer {layer_idx} of {self.request_id!r} holds nothing yet: append() to it first")
         layer = self.layers[layer_idx]

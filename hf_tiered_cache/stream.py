@@ -35,9 +35,10 @@ logger = logging.getLogger(__name__)
 Following = Callable[[LayerState], Iterable[LayerState]]
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Part:
-    """Consecutive sealed blocks in accelerator memory, valid until the next part is asked for.
+    """Consecutive sealed blocks in accelerator memory, valid until the next part is asked for. Then it loses keys
+    and values, so that nobody keeps the memory of a buffer that grows.
 
     Args:
         keys: `[n, stored rows, Hk, T, Dk]`.
@@ -80,6 +81,10 @@ class _Load:
         """The blocks, `[n, stored rows, row_elements]`."""
         return self.layout.over(self.storage, len(self.blocks))
 
+    def let_go(self) -> None:
+        """Keep no memory: the buffer may be about to grow."""
+        self.storage = self.storage.new_empty(0)
+
     def is_next(self, layer: LayerState, first_block: int) -> bool:
         """Whether these are the blocks that the layer has now from `first_block` on."""
         return (
@@ -99,7 +104,8 @@ class BlockStream:
         residency: where blocks are read.
         metrics: counts hits, misses, bytes and stalls.
         buffers: how many there are, at least 2.
-        buffer_bytes: size of each; a larger block makes it larger.
+        buffer_bytes: size that each may reach; a larger block makes it larger. They grow with what they are asked
+            to hold, which is no more than the longest layer.
     """
 
     def __init__(
@@ -113,6 +119,7 @@ class BlockStream:
         self._free = deque(self._buffers)
         self._storage_lock = threading.Lock()  # of the buffers' `storage`, which the prefetch thread may give up
         self._queue: deque[_Load] = deque()
+        self._given_up: list[_Load] = []  # cancelled, and not ended yet
 
     def read(self, layer: LayerState, following: Following) -> Iterator[Part]:
         """All sealed blocks of a layer, in order. Blocks while storage is behind, which is counted as a stall.
@@ -136,6 +143,7 @@ class BlockStream:
                 raise
             finally:
                 self._end(load)
+            load.let_go()
             self._look_ahead(load, following)
             position = load.end_block
 
@@ -208,16 +216,29 @@ class BlockStream:
         layout = blocks[first_block].layout
         end = first_block + max(1, self._buffer_bytes // layout.nbytes)
         chosen = list(itertools.takewhile(lambda block: block.layout is layout, blocks[first_block:end]))
-        nbytes = max(self._buffer_bytes, layout.nbytes)
+        nbytes = len(chosen) * layout.nbytes
         # One that has its memory already, if there is one: there may be no more.
         buffer = next((free for free in self._free if free.storage.numel() >= nbytes), self._free[0])
         with self._storage_lock:
-            self._fit(buffer, nbytes)
+            self._grow(buffer, nbytes, layout.nbytes)
+            del chosen[buffer.storage.numel() // layout.nbytes :]
             load = _Load(layer, first_block, chosen, buffer, buffer.storage, buffer.released)
         self._free.remove(buffer)
         self._residency.retain(chosen)
         load.task = self._lane.worker.submit(lambda: self._run(load), awaited)
         return load
+
+    def _grow(self, buffer: LoadBuffer, nbytes: int, block_bytes: int) -> None:
+        """Have room for a load, and an eighth more, so that a sequence that grows seldom asks again. Where there
+        is no memory for it: what the buffer had, or one block."""
+        had_bytes = buffer.storage.numel()
+        if had_bytes >= block_bytes and any(load.buffer is buffer for load in list(self._given_up)):
+            return  # a cancelled load still keeps the memory, which would be there twice
+        if had_bytes < nbytes:
+            try:
+                buffer.reallocate(max(nbytes, min(nbytes + nbytes // 8, self._buffer_bytes)))
+            except torch.OutOfMemoryError:
+                buffer.reallocate(max(had_bytes, block_bytes))
 
     def _fit(self, buffer: LoadBuffer, nbytes: int) -> None:
         if buffer.storage.numel() < nbytes:
@@ -282,7 +303,9 @@ class BlockStream:
         keys, values = load.layout.split(load.payload())
         for indices, run in load.layer.table.runs(range(load.first_block, load.end_block)):
             blocks = slice(indices[0] - load.first_block, indices[-1] + 1 - load.first_block)
-            yield Part(keys[blocks], values[blocks], run.rows, indices[0])
+            part = Part(keys[blocks], values[blocks], run.rows, indices[0])
+            yield part
+            del part.keys, part.values
 
     def _end(self, load: _Load) -> None:
         """Nothing enqueued from now on reads the load's buffer."""
@@ -298,5 +321,13 @@ class BlockStream:
     def _cancel(self, load: _Load) -> None:
         """Nobody will read this load."""
         load.cancelled = True
+        self._given_up.append(load)
         # The prefetch thread does one thing at a time: what it still does here precedes the buffer's next load.
         self._put_back(load)
+        assert load.task is not None
+        load.task.add_done_callback(lambda _: self._gone(load))
+
+    def _gone(self, load: _Load) -> None:
+        """A cancelled load has ended; on any thread."""
+        load.let_go()
+        self._given_up.remove(load)

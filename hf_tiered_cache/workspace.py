@@ -21,6 +21,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from .config import parse_location
 from .errors import ConfigError, TierError
 
 logger = logging.getLogger(__name__)
@@ -34,12 +35,19 @@ _LOCK_TIMEOUT_SECONDS = 5.0
 
 def default_base() -> Path:
     """Where private directories go when the user names no path: `$HF_TIERED_CACHE_DIR` or the system's temporary
-    directory, one folder per user."""
+    directory, one folder per user. Absolute, so that a later change of the working directory changes nothing.
+
+    Raises:
+        ConfigError: `$HF_TIERED_CACHE_DIR` is not a path.
+    """
     configured = os.environ.get(_ENVIRONMENT)
     if configured:
-        return Path(configured)
+        location = parse_location(configured, _ENVIRONMENT)
+        if "://" in location:
+            raise ConfigError(f"{_ENVIRONMENT}={configured!r} is a URL: give a directory of this machine")
+        return Path(location)
     user = os.getuid() if hasattr(os, "getuid") else os.environ.get("USERNAME", "user")
-    return Path(tempfile.gettempdir()) / f"hf_tiered_cache-{user}"
+    return Path(tempfile.gettempdir()).absolute() / f"hf_tiered_cache-{user}"
 
 
 def check_directory(path: str | os.PathLike[str], name: str) -> Path:

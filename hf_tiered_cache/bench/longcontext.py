@@ -272,8 +272,10 @@ def _decode(manager: KVCacheManager, layer: int, step: int, device: torch.device
 
 def _random(layer: int, piece: int, heads: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V `[1, heads, tokens, D]`, the same each time; negative pieces are decode steps."""
-    generator = torch.Generator().manual_seed(((piece + 1_000_000) * _LAYERS + layer) * 64 + heads)
-    keys, values = (torch.randn(1, heads, tokens, _DIM, generator=generator).bfloat16() for _ in range(2))
+    generator = torch.Generator("cpu").manual_seed(((piece + 1_000_000) * _LAYERS + layer) * 64 + heads)
+    keys, values = (
+        torch.randn(1, heads, tokens, _DIM, generator=generator, device="cpu").bfloat16() for _ in range(2)
+    )
     return keys, values
 
 

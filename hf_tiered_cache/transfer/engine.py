@@ -166,11 +166,11 @@ class CpuCopyEngine(CopyEngine):
         self._in = Worker("copy-in", AWAITED_NICENESS)
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     def allocate_host(self, nbytes: int) -> torch.Tensor:
         with torch.inference_mode(False):
-            return torch.empty(nbytes, dtype=torch.uint8)
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     def record_compute(self, stream: Any = None) -> Event:
         return _PassedEvent()
@@ -241,7 +241,7 @@ class CudaCopyEngine(CopyEngine):
     def allocate_host(self, nbytes: int) -> torch.Tensor:
         # Page-locking happens in the context of the current device, which would be the first one on a new thread.
         with torch.inference_mode(False), torch.cuda.device(self.device):
-            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def compute_stream(self) -> Any:
         return torch.cuda.current_stream(self.device)

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig
 
-from hf_tiered_cache import KVCacheManager, TieredCacheConfig
+from hf_tiered_cache import ConfigError, KVCacheManager, TieredCacheConfig
 from hf_tiered_cache.online_attention import AttentionRule
 from hf_tiered_cache.planner import plan_streaming
 from hf_tiered_cache.transfer.engine import CpuCopyEngine
@@ -132,3 +132,20 @@ def test_planned_accounted_allocated(dtype: torch.dtype, softcap: float | None, 
         assert 0.97 * allocated <= accounted <= allocated
         assert 0.5 * plan.total_bytes <= allocated <= plan.total_bytes
     assert peaks[1][1] <= 1.1 * peaks[0][1]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"config": {}}, "model.config"),
+        ({"cache_config": {"window_tokens": 64}}, "TieredCacheConfig"),
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"query_tokens": "long"}, "query_tokens='long'"),
+        ({"dtype": "float16"}, "torch.dtype"),
+    ],
+)
+def test_a_plan_of_nonsense_is_refused(wrong: dict[str, Any], words: str) -> None:
+    arguments: dict[str, Any] = {"config": LlamaConfig(), "cache_config": TieredCacheConfig()}
+    with pytest.raises(ConfigError, match=words):
+        plan_streaming(**arguments | wrong)
+    assert plan_streaming(**arguments, batch_size=2.0) == plan_streaming(**arguments, batch_size=2)

@@ -13,7 +13,7 @@ PACKAGE = Path(hf_tiered_cache.__file__).parent
 
 # Each module imports from strictly lower rows; see "Modules" in docs/decisions.md.
 ROWS = [
-    {"errors", "host_memory"},
+    {"errors", "host_memory", "values"},
     {
         "config",
         "continuation",

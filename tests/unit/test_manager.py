@@ -5,20 +5,33 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from hf_tiered_cache import CacheClosedError, ConfigError, KVCacheManager, TieredCacheConfig
+from hf_tiered_cache import CacheClosedError, ConfigError, KVCacheManager, TieredCacheConfig, TierFullError
 from hf_tiered_cache.requests import LayerOrder
 
 from ..fakes import FAULTS, LateEngine, pieces, random_kv
 
-SETTINGS = {"window_tokens": 32, "block_tokens": 16}
+SETTINGS: dict[str, Any] = {"window_tokens": 32, "block_tokens": 16}
+
+NO_LAYERS: list[Any] = ["0", None, 0.5, True, [0], torch.tensor(0)]
+NO_COUNTS: list[Any] = ["many", None, 0.5, True, [1], -1, float("nan")]
+NO_POSITIONS: list[Any] = [
+    *(None, 0, "0", ["0"], [0.0], [True], [[0], [0, 1]], [None], {0}, np.zeros((1, 1), int), np.array([0.0])),
+    *(
+        torch.zeros(1),
+        torch.zeros(1, dtype=torch.bfloat16),
+        torch.tensor(0),
+        torch.zeros(1, dtype=torch.long).to("meta"),
+    ),
+]
 
 
 @pytest.fixture(params=["l1", "l2", "both", "sink"])
@@ -338,3 +351,96 @@ class TestLayerOrder:
         order.observe(5)
         order.observe(5)
         assert list(order.following(5, [5])) == [5]
+
+
+def test_settings_go_to_the_manager_as_to_the_cache() -> None:
+    with KVCacheManager(**SETTINGS, sink_tokens=3) as manager:
+        assert manager.config == TieredCacheConfig(**SETTINGS, sink_tokens=3)  # type: ignore[arg-type]
+        manager.allocate("a")
+        manager.append("a", 0, *random_kv(100))
+        assert manager.tokens("a", 0) == 100
+    base = TieredCacheConfig(**SETTINGS, sink_tokens=3)  # type: ignore[arg-type]
+    with KVCacheManager(base, sink_tokens=5) as manager:
+        assert manager.config == TieredCacheConfig(**SETTINGS, sink_tokens=5)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="did you mean 'window_tokens'"):
+        KVCacheManager(window_size=512)
+    for nonsense in ("x", "", 0, {}, {"window_tokens": 64}, 4096, TieredCacheConfig):
+        with pytest.raises(ConfigError, match="is not a TieredCacheConfig"):
+            KVCacheManager(nonsense)  # type: ignore[arg-type]
+
+
+def test_wrong_types_are_told_and_change_nothing() -> None:
+    key, value = random_kv(40, batch=2)
+    query = torch.randn(2, 4, 1, 8)
+    new = random_kv(1, batch=2)
+    with KVCacheManager(**SETTINGS) as manager:
+        manager.allocate("a", seq_len=1e3)  # type: ignore[arg-type]
+        for layer_id in (0, np.int64(1)):
+            manager.append("a", layer_id, key, value)  # type: ignore[arg-type]
+        calls: list[Callable[[], object]] = [
+            *[
+                lambda call=call: call("a", 0, key.numpy(), value.numpy())
+                for call in (manager.append, manager.update)
+            ],
+            *[lambda call=call: call("a", 0, key.tolist(), value) for call in (manager.append, manager.update)],
+            *[lambda call=call: call("a", 0, key, None) for call in (manager.append, manager.update)],
+            lambda: manager.attend("a", 0, query.numpy(), *new),  # type: ignore[arg-type]
+            lambda: manager.attend("a", 0, query, new[0].numpy(), new[1]),  # type: ignore[arg-type]
+            lambda: manager.attend("a", 0, query, new[0], new[1].tolist()),  # type: ignore[arg-type]
+            lambda: manager.attend("a", 0, query, *new, rule="causal"),  # type: ignore[arg-type]
+            lambda: manager.attend("a", 5, None, *new),  # type: ignore[arg-type]
+            *[lambda layer_id=layer_id: manager.append("a", layer_id, key, value) for layer_id in NO_LAYERS],
+            *[lambda layer_id=layer_id: manager.fetch("a", layer_id, [0]) for layer_id in NO_LAYERS],
+            *[lambda layer_id=layer_id: manager.attend("a", layer_id, query, *new) for layer_id in NO_LAYERS],
+            *[lambda at=at: manager.fetch("a", 0, at) for at in NO_POSITIONS],  # type: ignore[misc]
+            *[lambda at=at: manager.prefetch("a", at) for at in NO_POSITIONS if at is not None],  # type: ignore[misc]
+            *[lambda at=at: manager.select_rows("a", 0, at) for at in [*NO_POSITIONS, []]],  # type: ignore[misc]
+            *[lambda count=count: manager.crop("a", 0, count) for count in NO_COUNTS],  # type: ignore[misc]
+            *[lambda count=count: manager.allocate("b", count) for count in NO_COUNTS],  # type: ignore[misc]
+        ]
+        for number, call in enumerate(calls):
+            with pytest.raises(ConfigError):
+                call()
+                pytest.fail(f"call {number} was taken")
+        assert [manager.tokens("a", layer_id) for layer_id in (0, 1, 5)] == [40, 40, 0]
+        for at in (
+            [0, 39],
+            np.array([0, 39], np.uint8),
+            torch.tensor([0, 39], dtype=torch.int32),
+            range(0, 40, 39),
+        ):
+            assert torch.equal(manager.fetch("a", 0, at)[0], key[:, :, [0, 39]])  # type: ignore[arg-type]
+        manager.select_rows("a", 1, torch.tensor([1, 1]))  # type: ignore[arg-type]
+        manager.crop("a", 1, np.int64(30))  # type: ignore[arg-type]
+        assert torch.equal(manager.fetch("a", 1, range(10))[1], value[[1, 1], :, :10])
+
+
+@pytest.mark.parametrize(
+    ("small", "block_bytes"), [("host_capacity", 4096), ("l1_capacity", 4096), ("resident_capacity", 2048)]
+)
+def test_a_capacity_below_one_block_is_told(
+    small: str, block_bytes: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """When the first block is sealed, once; of those that hold one, and of L1 turned off, nothing is said."""
+    ample = {"host_capacity": 3 * 4096, "l1_capacity": 3 * 4096, "resident_capacity": 4096, "l2_url": tmp_path}
+    for settings, expected in ((ample | {small: block_bytes - 1}, 1), (ample, 0), (ample | {small: 0}, 0)):
+        caplog.clear()
+        with KVCacheManager(**SETTINGS, **settings) as manager:
+            manager.allocate("a")
+            manager.append("a", 0, *random_kv(48))
+            assert not caplog.records
+            manager.append("a", 0, *random_kv(200))
+            manager.append("a", 1, *random_kv(200))
+            manager.flush()
+        said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+        assert len(said) == expected
+        told = f"{small}={block_bytes - 1} is less than one block of {block_bytes} bytes"
+        assert all(told in message for message in said)
+
+
+def test_blocks_that_have_nowhere_to_go_are_an_error() -> None:
+    with KVCacheManager(**SETTINGS, host_capacity=100, l1_capacity=200) as manager:
+        manager.allocate("a")
+        with pytest.raises(TierFullError, match="Raise l1_capacity"):
+            for _ in range(20):
+                manager.append("a", 0, *random_kv(16))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,11 +11,13 @@ import pytest
 import torch
 
 from hf_tiered_cache import KVCacheManager, TieredCacheConfig, TierError, TierFullError, TierReadError
+from hf_tiered_cache.buffers import LoadBuffer
 from hf_tiered_cache.errors import ConfigError
 from hf_tiered_cache.residency import Residency
 from hf_tiered_cache.stream import BlockStream
+from hf_tiered_cache.transfer.engine import CpuCopyEngine
 
-from ..fakes import FAULTS, LateEngine, random_kv
+from ..fakes import FAULTS, LateEngine, StagedLateEngine, eventually, random_kv
 
 LAYERS, BLOCK_TOKENS = 3, 16
 BLOCK_BYTES = 2 * 2 * BLOCK_TOKENS * 8 * 4
@@ -304,3 +307,156 @@ def test_a_block_larger_than_a_buffer() -> None:
         manager.append("a", 0, *random_kv(200))
         assert attend(manager, 0).isfinite().all()
         assert manager.stats().peak_l0_bytes > 3 * 2 * BLOCK_BYTES
+
+
+def sizes_of(manager: KVCacheManager) -> list[int]:
+    """Bytes of each stream buffer."""
+    return [buffer.storage.numel() for buffer in stream_of(manager)._buffers]
+
+
+@pytest.mark.parametrize("engine", [CpuCopyEngine, StagedLateEngine])
+def test_buffers_grow_with_the_layers(engine: type[CpuCopyEngine], monkeypatch: pytest.MonkeyPatch) -> None:
+    """No further than the longest layer and an eighth, nor beyond the size that was set, and seldom."""
+    grown: list[int] = []
+    reallocate = LoadBuffer.reallocate
+
+    def noting(buffer: LoadBuffer, nbytes: int) -> None:
+        grown.append(nbytes)
+        reallocate(buffer, nbytes)
+
+    monkeypatch.setattr(LoadBuffer, "reallocate", noting)
+    most_blocks = 100
+    config = TieredCacheConfig(
+        window_tokens=32, block_tokens=BLOCK_TOKENS, stream_buffer_size=most_blocks * BLOCK_BYTES
+    )
+    with KVCacheManager(config, engine_factory=engine) as manager:
+        manager.allocate("a")
+        for layer_id in range(4):
+            manager.append("a", layer_id, *random_kv(64))
+        for step in range(130):
+            for layer_id in range(4):
+                attend(manager, layer_id, tokens=BLOCK_TOKENS)
+            sealed = (manager.tokens("a", 0) - 32) // BLOCK_TOKENS
+            assert max(sizes_of(manager)) <= min(most_blocks, 9 / 8 * sealed) * BLOCK_BYTES
+            if step == 60:
+                assert min(sizes_of(manager)) >= sealed / 2 * BLOCK_BYTES
+        assert sizes_of(manager) == [most_blocks * BLOCK_BYTES] * 3
+    assert len(grown) < 3 * 40
+
+
+def test_a_short_context_takes_little() -> None:
+    """Of default buffers of 16 MiB, what is in the layers."""
+    with KVCacheManager(TieredCacheConfig(window_tokens=32, block_tokens=BLOCK_TOKENS)) as manager:
+        manager.allocate("a")
+        for layer_id in range(4):
+            manager.append("a", layer_id, *random_kv(500))
+        for layer_id in [*range(4)] * 3:
+            attend(manager, layer_id)
+        held = 4 * 2 * 2 * 503 * 8 * 4
+        assert sum(sizes_of(manager)) <= held and manager.stats().peak_l0_bytes < 2.5 * held
+
+
+@pytest.mark.parametrize("free_blocks", [1, 3])
+def test_without_memory_to_grow_a_buffer_serves_as_it_is(
+    free_blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither an error nor a wrong result, and once there is memory again it grows."""
+    reallocate = LoadBuffer.reallocate
+    refused: list[int] = []
+
+    def scarce(buffer: LoadBuffer, nbytes: int) -> None:
+        if nbytes > free_blocks * BLOCK_BYTES:
+            refused.append(nbytes)
+            reallocate(buffer, 0)
+            raise torch.OutOfMemoryError
+        reallocate(buffer, nbytes)
+
+    config = TieredCacheConfig(window_tokens=32, block_tokens=BLOCK_TOKENS)
+    with KVCacheManager(config, engine_factory=LateEngine) as manager:
+        manager.allocate("a")
+        for layer_id in range(LAYERS):
+            manager.append("a", layer_id, *random_kv(32 + (free_blocks + 1) * BLOCK_TOKENS))
+        manager.fork("a", "b")
+        expected = []
+        torch.manual_seed(0)
+        inputs = [(torch.randn(1, 4, 20, 8), *random_kv(20)) for _ in range(12)]
+        for step, states in enumerate(inputs):
+            expected.append(manager.attend("b", step % LAYERS, *states))
+        with monkeypatch.context() as patch:
+            patch.setattr(LoadBuffer, "reallocate", scarce)
+            stream_of(manager).start_over()
+            for buffer in stream_of(manager)._buffers:
+                reallocate(buffer, 0)
+            for step, states in enumerate(inputs):
+                output = manager.attend("a", step % LAYERS, *states)
+                assert (output - expected[step]).abs().max() < 1e-5
+                assert max(sizes_of(manager)) <= free_blocks * BLOCK_BYTES
+        assert refused
+        for layer_id in range(LAYERS):
+            attend(manager, layer_id)
+        assert max(sizes_of(manager)) > free_blocks * BLOCK_BYTES
+
+
+def test_without_any_memory_a_load_is_an_error_and_looking_ahead_is_none(
+    manager: KVCacheManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+    reallocate = LoadBuffer.reallocate
+
+    def no_more_than(limit: int, buffer: LoadBuffer, nbytes: int) -> None:
+        if len(made) >= limit:
+            raise torch.OutOfMemoryError
+        made.append(nbytes)
+        reallocate(buffer, nbytes)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LoadBuffer, "reallocate", lambda buffer, nbytes: no_more_than(0, buffer, nbytes))
+        with pytest.raises(torch.OutOfMemoryError):
+            attend(manager, 0)
+        assert manager.tokens("a", 0) == 200
+        patch.setattr(LoadBuffer, "reallocate", lambda buffer, nbytes: no_more_than(1, buffer, nbytes))
+        assert attend(manager, 0).isfinite().all()
+        assert len(made) == 1 == len(loads(manager))
+    attend(manager, 0)
+    assert len(loads(manager)) == 3
+
+
+def test_a_buffer_that_a_cancelled_load_still_fills_does_not_grow(
+    manager: KVCacheManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its memory would be there twice."""
+    attend(manager, 0)
+    stream = stream_of(manager)
+    stream.start_over()
+    for buffer in stream._buffers:
+        buffer.reallocate(0)
+    going_on, reading = threading.Event(), threading.Event()
+    read = Residency.read
+
+    def slow_read(residency: Residency, blocks: Any, target: Any) -> None:
+        reading.set()
+        assert going_on.wait(10)
+        read(residency, blocks, target)
+
+    stream._buffer_bytes = BLOCK_BYTES
+    attend(manager, 0)
+    stream.start_over()
+    monkeypatch.setattr(Residency, "read", slow_read)
+    layer = manager._book.find("a").layers[0]
+    for buffer in list(stream._free)[1:]:
+        stream._free.remove(buffer)
+    load = stream._start(layer, 0)
+    assert reading.wait(10)
+    stream._cancel(load)
+    stream._buffer_bytes = 2 * BLOCK_BYTES
+    next_load = stream._start(layer, 0)
+    assert len(next_load.blocks) == 1 and next_load.buffer is load.buffer
+    assert load.storage is next_load.storage
+    going_on.set()
+    stream._wait(next_load)
+    assert eventually(lambda: not stream._given_up) and load.storage.numel() == 0
+    stream._cancel(next_load)
+    assert eventually(lambda: not stream._given_up)
+    again = stream._start(layer, 0)
+    assert len(again.blocks) == 2
+    stream._cancel(again)

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from hf_tiered_cache import ConfigError, TierError
-from hf_tiered_cache.workspace import PrivateDirectory, check_directory
+from hf_tiered_cache import ConfigError, KVCacheManager, TieredCacheConfig, TierError
+from hf_tiered_cache.workspace import PrivateDirectory, check_directory, default_base
+
+from ..fakes import random_kv
 
 _HOLD = """
 import os, sys
@@ -105,3 +107,45 @@ def test_unwritable_directory_for_any_user(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     with pytest.raises(ConfigError, match="not writable"):
         check_directory(tmp_path, "l1_path")
+
+
+@pytest.mark.parametrize("setting", ["l1_path", "l2_url", "HF_TIERED_CACHE_DIR"])
+def test_a_change_of_the_working_directory_changes_nothing(
+    setting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the first block is sealed, and after: all goes where the path pointed, and nothing is left."""
+    for name in ("kv", "elsewhere", "elsewhere/kv"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path)
+    options = {} if setting == "HF_TIERED_CACHE_DIR" else {setting: "kv"}
+    if setting == "l2_url":
+        options["l1_capacity"] = 0
+    elif setting != "l1_path":
+        monkeypatch.setenv(setting, "kv")
+    config = TieredCacheConfig(window_tokens=32, block_tokens=16, host_capacity=0, **options)  # type: ignore[arg-type]
+    with KVCacheManager(config) as manager:
+        manager.allocate("a")
+        key, value = random_kv(200)
+        for directory in (tmp_path / "elsewhere", tmp_path):
+            monkeypatch.chdir(directory)
+            manager.append("a", 0, key, value)
+            manager.flush()
+            assert len(list((tmp_path / "kv").glob("hf-tiered-*/*"))) > 0
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        assert manager.fetch("a", 0, range(200))[0].equal(key)
+    assert list((tmp_path / "kv").iterdir()) == [] == list((tmp_path / "elsewhere/kv").iterdir())
+
+
+def test_the_default_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("HF_TIERED_CACHE_DIR", "~/kv")
+    assert default_base() == tmp_path / "kv"
+    monkeypatch.setenv("HF_TIERED_CACHE_DIR", f"file://{tmp_path}/kv")
+    assert default_base() == tmp_path / "kv"
+    for nonsense in ("s3://bucket", "~no-such-user/kv", "file://kv"):
+        monkeypatch.setenv("HF_TIERED_CACHE_DIR", nonsense)
+        with pytest.raises(ConfigError, match="HF_TIERED_CACHE_DIR"):
+            default_base()
+    monkeypatch.delenv("HF_TIERED_CACHE_DIR")
+    monkeypatch.setattr("tempfile.tempdir", "relative")
+    assert default_base().is_absolute()
