@@ -217,6 +217,7 @@ class Prefetcher:
         finally:
             self._residency.release(load.referenced)
             lane.engine.free(buffer.storage)
+            load.tasks.clear()  # as in `_retire`
 
     def _take(self, layer: LayerState) -> Load | None:
         """The load of a layer that was started ahead of time, unless rows have changed since."""
@@ -296,7 +297,8 @@ class Prefetcher:
                         first_token = run.first_token + (first + piece.start) * layout.block_tokens
                         placement = Placement(load.keys, load.values, layout, run.rows, first_token)
                         if source is not None:
-                            lane.engine.copy_in(layout.over(source.data, 1), placement, source.after(load.after))
+                            data = layout.over(source.data, 1)
+                            lane.engine.copy_in(data, placement, load.after, source.ready)
                             lane.keep(blocks[piece.start], source)
                         else:
                             staged = layout.over(lane.stage(blocks[piece]), piece.stop - piece.start)
@@ -313,7 +315,11 @@ class Prefetcher:
     def _retire(self, load: Load) -> None:
         load.cancelled = True
         if load.tasks:
-            load.tasks[-1].add_done_callback(lambda _: self._residency.release(load.referenced))
+            referenced, release = load.referenced, self._residency.release
+            load.tasks[-1].add_done_callback(lambda _: release(referenced))
+        # Neither does the callback hold the load, nor the load a task, or the error in it: a cycle would keep the
+        # buffer until the garbage collector runs.
+        load.tasks.clear()
 
     def _take_over(self, lane: Lane, rival: LayerState | None) -> LoadBuffer | None:
         """The buffer of a load that gives way."""

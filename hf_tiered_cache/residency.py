@@ -311,7 +311,10 @@ class Residency:
             except TierError as error:
                 failure = failure or error
         if failure is not None:
-            raise failure
+            try:
+                raise failure
+            finally:
+                del failure  # no cycle with this frame, which holds `target`
 
 
 def _equal_runs(items: Sequence[str]) -> Iterator[tuple[int, int]]:

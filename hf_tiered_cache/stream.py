@@ -241,7 +241,7 @@ class BlockStream:
         engine, nbytes = self._lane.engine, load.layout.nbytes
         target = load.storage[piece.start * nbytes : piece.stop * nbytes]
         if source is not None:
-            engine.copy_in_whole(source.data[:nbytes], target, source.after(load.after))
+            engine.copy_in_whole(source.data[:nbytes], target, load.after, source.ready)
             self._lane.keep(load.blocks[piece.start], source)
             return
         staged = self._lane.stage(load.blocks[piece])
@@ -259,7 +259,8 @@ class BlockStream:
                 if source is None:
                     self._residency.read(load.blocks[piece], as_bits(payload[piece]))
                 else:
-                    source.after(load.after).wait()
+                    if source.ready is not None:
+                        source.ready.wait()
                     np.copyto(as_bits(payload[piece]), as_bits(load.layout.over(source.data, 1)))
         except BaseException:
             with self._storage_lock:  # a read without an answer in time may still write to it
@@ -293,7 +294,11 @@ class BlockStream:
     def _put_back(self, load: _Load) -> None:
         self._free.append(load.buffer)
         assert load.task is not None
-        load.task.add_done_callback(lambda _: self._residency.release(load.blocks))
+        blocks, release = load.blocks, self._residency.release
+        load.task.add_done_callback(lambda _: release(blocks))
+        # Neither does the callback hold the load, nor the load its task, or the error in it: a cycle would keep
+        # the buffer until the garbage collector runs.
+        load.task = None
 
     def _cancel(self, load: _Load) -> None:
         """Nobody will read this load."""

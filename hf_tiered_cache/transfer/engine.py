@@ -5,6 +5,7 @@ Two streams per device, each strictly first in, first out, and events between th
     compute   ──pack──▶ E1            wait(ready) ──▶ attention ──▶ E2 (released)
     copy-out        wait(E1) ──copy──▶ E3 (slot readable on the host)
     copy-in                      wait(E2) ──copy, place──▶ ready
+    copy-in, on the device       wait(E2, E4: the source is complete) ──place──▶ ready
 
 `CpuCopyEngine` does this with threads, `CudaCopyEngine` with CUDA streams. Both are really asynchronous, so a
 missing wait gives wrong results on any machine.
@@ -14,7 +15,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -33,19 +33,6 @@ class Event(Protocol):
 
     def wait(self) -> None:
         """Block the calling host thread until the stream has passed this point; re-raise a failed copy."""
-
-
-@dataclass(frozen=True)
-class BothEvents:
-    """Fires when two events have fired."""
-
-    first: Event
-    second: Event
-
-    def wait(self) -> None:
-        """As of `Event`."""
-        self.first.wait()
-        self.second.wait()
 
 
 class CopyEngine(ABC):
@@ -104,23 +91,27 @@ class CopyEngine(ABC):
         stream. The event returned has fired when `target` is complete and `source` may be overwritten."""
 
     @abstractmethod
-    def copy_in(self, source: torch.Tensor, placement: Placement, after: Event) -> Event:
-        """Bring a contiguous host tensor to the device and put its parts where they belong.
+    def copy_in(
+        self, source: torch.Tensor, placement: Placement, after: Event, ready: Event | None = None
+    ) -> Event:
+        """Put the parts of a contiguous tensor where they belong on the device.
 
         Args:
-            source: host tensor.
+            source: on the host, where it may be read at once, or on the device.
             placement: called with a tensor on the device that equals `source`; yields `(target, part)` pairs
                 of equal shape, `part` a view of its argument.
             after: event of the compute stream that must have passed before a target is overwritten.
+            ready: event that must have passed before `source` is read; `None` for one on the host, and only then.
 
         Returns:
             An event that has fired when the targets are complete and `source` may be overwritten.
         """
 
     @abstractmethod
-    def copy_in_whole(self, source: torch.Tensor, target: torch.Tensor, after: Event) -> Event:
-        """Copy a flat host tensor to a flat device tensor of the same size, after an event of the compute stream.
-        The event returned has fired when `target` is complete and `source` may be overwritten."""
+    def copy_in_whole(
+        self, source: torch.Tensor, target: torch.Tensor, after: Event, ready: Event | None = None
+    ) -> Event:
+        """Copy a flat tensor to a flat device tensor of the same size; all else as `copy_in`."""
 
     @property
     def host_writes(self) -> bool:
@@ -185,16 +176,22 @@ class CpuCopyEngine(CopyEngine):
 
         return _TaskEvent(self._out.submit(run).result)
 
-    def copy_in(self, source: torch.Tensor, placement: Placement, after: Event) -> Event:
+    def copy_in(
+        self, source: torch.Tensor, placement: Placement, after: Event, ready: Event | None = None
+    ) -> Event:
         def run() -> None:
+            if ready is not None:
+                ready.wait()
             after.wait()
             for target, part in placement(source):
                 self._copy(target, part)
 
         return _TaskEvent(self._in.submit(run).result)
 
-    def copy_in_whole(self, source: torch.Tensor, target: torch.Tensor, after: Event) -> Event:
-        return self.copy_in(source, lambda landed: [(target, landed)], after)
+    def copy_in_whole(
+        self, source: torch.Tensor, target: torch.Tensor, after: Event, ready: Event | None = None
+    ) -> Event:
+        return self.copy_in(source, lambda landed: [(target, landed)], after, ready)
 
     @property
     def host_writes(self) -> bool:
@@ -210,8 +207,9 @@ class CpuCopyEngine(CopyEngine):
         return _TaskEvent(self._in.submit(lambda: None).result)
 
     def close(self) -> None:
-        self._out.close()
-        self._in.close()
+        # To the last: who waits for a copy, such as write-back, is not told that it failed.
+        self._out.close(finish=True)
+        self._in.close(finish=True)
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         # numpy copies on this thread alone and without the GIL; torch would wake a pool of threads per caller.
@@ -223,16 +221,21 @@ class CudaCopyEngine(CopyEngine):
 
     Host data is copied to the device in one piece, into a landing buffer that only the copy-in stream uses,
     and put into place by kernels on that stream: a strided copy from the host would be one transfer per fragment.
+    What is on the device is put into place from where it is.
     """
 
     def __init__(self, device: torch.device, metrics: Metrics) -> None:
         super().__init__(device, metrics)
         self._out = torch.cuda.Stream(device)
         self._in = torch.cuda.Stream(device)
-        self._landing = torch.empty(0, dtype=torch.uint8, device=device)
+        self._landing = self._empty(0)
+
+    def _empty(self, nbytes: int) -> torch.Tensor:
+        """Memory of the current stream, neither accounted nor marked for other streams."""
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
-        buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        buffer = self._empty(nbytes)
         # The caching allocator then holds a freed buffer back until the copy streams have passed it too.
         buffer.record_stream(self._in)
         buffer.record_stream(self._out)
@@ -261,23 +264,37 @@ class CudaCopyEngine(CopyEngine):
             target.copy_(source, non_blocking=True)
             return _CudaEvent(self._out)
 
-    def copy_in(self, source: torch.Tensor, placement: Placement, after: Event) -> Event:
+    def copy_in(
+        self, source: torch.Tensor, placement: Placement, after: Event, ready: Event | None = None
+    ) -> Event:
         with torch.cuda.stream(self._in), torch.inference_mode(False):
-            nbytes = source.numel() * source.element_size()
-            if self._landing.numel() < nbytes:
-                # Allocated on the copy-in stream: a smaller one, still in use there, is recycled in stream order.
-                landing = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-                self._metrics.allocated_l0(nbytes - self._landing.numel())
-                self._landing = landing
-            landed = self._landing[:nbytes].view(source.dtype).view(source.shape)
-            landed.copy_(source, non_blocking=True)
+            if ready is None:
+                # Before the wait: the transfer overlaps with the attention that still reads the targets.
+                source = self._land(source)
+            else:
+                _wait_on(self._in, ready)
             _wait_on(self._in, after)
-            for target, part in placement(landed):
+            for target, part in placement(source):
                 target.copy_(part, non_blocking=True)
             return _CudaEvent(self._in)
 
-    def copy_in_whole(self, source: torch.Tensor, target: torch.Tensor, after: Event) -> Event:
+    def _land(self, source: torch.Tensor) -> torch.Tensor:
+        """A copy of a host tensor on the device, until the next one; on the copy-in stream."""
+        nbytes = source.numel() * source.element_size()
+        if self._landing.numel() < nbytes:
+            # Allocated on the copy-in stream: a smaller one, still in use there, is recycled in stream order.
+            landing = self._empty(nbytes)
+            self._metrics.allocated_l0(nbytes - self._landing.numel())
+            self._landing = landing
+        landed = self._landing[:nbytes].view(source.dtype).view(source.shape)
+        return landed.copy_(source, non_blocking=True)
+
+    def copy_in_whole(
+        self, source: torch.Tensor, target: torch.Tensor, after: Event, ready: Event | None = None
+    ) -> Event:
         with torch.cuda.stream(self._in), torch.inference_mode(False):
+            if ready is not None:
+                _wait_on(self._in, ready)
             _wait_on(self._in, after)
             target.copy_(source, non_blocking=True)
             return _CudaEvent(self._in)
@@ -293,7 +310,7 @@ class CudaCopyEngine(CopyEngine):
         self._out.synchronize()
         self._in.synchronize()
         self._metrics.allocated_l0(-self._landing.numel())
-        self._landing = self._landing[:0]
+        self._landing = self._empty(0)  # not a view, which would keep the memory
 
 
 class _CudaEvent:
@@ -306,10 +323,6 @@ class _CudaEvent:
 
 
 def _wait_on(stream: torch.cuda.Stream, event: Event) -> None:
-    if isinstance(event, BothEvents):
-        _wait_on(stream, event.first)
-        _wait_on(stream, event.second)
-        return
     assert isinstance(event, _CudaEvent)
     stream.wait_event(event.event)
 

@@ -36,11 +36,15 @@ class Worker:
         """Queue a task; its result or exception is in the future."""
         return self._executor.submit(task)
 
-    def close(self) -> None:
-        """Drop the tasks that have not begun, finish the one that has, end the thread. May be called twice."""
+    def close(self, finish: bool = False) -> None:
+        """Drop the tasks that have not begun, finish the one that has, end the thread. May be called twice.
+
+        Args:
+            finish: drop none of them, run all.
+        """
         # The garbage collector may close an owner from this very thread, which cannot wait for itself.
         wait = threading.current_thread() is not self._thread
-        self._executor.shutdown(wait=wait, cancel_futures=True)
+        self._executor.shutdown(wait=wait, cancel_futures=not finish)
 
     def _enter(self) -> None:
         self._thread = threading.current_thread()
@@ -102,5 +106,7 @@ class AwaitedFirst:
                 result = task()
             except BaseException as error:
                 future.set_exception(error)
+                # The error holds this frame: no cycle, which would keep all that the task holds.
+                del future, task
             else:
                 future.set_result(result)
