@@ -66,7 +66,7 @@ class Lane:
         staging_blocks: int,
     ) -> None:
         self.engine = engine
-        self.worker = AwaitedFirst(Worker("prefetch", AWAITED_NICENESS))
+        self.worker = AwaitedFirst(Worker("prefetch", AWAITED_NICENESS, enter=engine.enter_thread))
         self.buffers = GatherBuffers(engine, metrics, ahead=prefetch_layers)
         self._packing = TimedLock(metrics)
         self.resident = resident
@@ -74,6 +74,8 @@ class Lane:
         self._write_back = write_back
         self._metrics = metrics
         self._staging = StagingPool(engine, staging_blocks)
+        if engine.wants_page_locks:
+            next(iter(residency.tiers.values())).lock_pages(engine.device)
         self._pack = SlotRing(
             SLOTS_PER_RING,
             allocate=engine.allocate,
@@ -172,7 +174,7 @@ class Lane:
                 yield list(_pieces(sources))
             finally:
                 if from_host:
-                    self.engine.record_copy_in().wait()
+                    self.engine.finish_copies_in()
             if from_host:
                 self._residency.count_in_memory(from_host)
                 self.count_loaded(from_host)

@@ -150,6 +150,8 @@ class Prefetcher:
         """
         try:
             load.lane.wait(load.tasks)
+            # No copy has waited for it if there was none.
+            load.lane.engine.compute_waits(load.after)
             if load.capacity_tokens < tokens:
                 self._grow(load, tokens)
         except BaseException:
@@ -259,6 +261,7 @@ class Prefetcher:
             raise
         load.capacity_tokens = load.buffer.fit(load.layer.geometry, tokens)
         load.keys, load.values = load.layer.geometry.carve(load.buffer.storage, load.capacity_tokens)
+        load.lane.engine.computes_with(old_storage)  # which another thread's stream may have allocated
         load.keys[:, :, filled].copy_(old_keys[:, :, filled])
         load.values[:, :, filled].copy_(old_values[:, :, filled])
         load.buffer.released = load.lane.engine.record_compute()

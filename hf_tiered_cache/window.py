@@ -142,7 +142,7 @@ class WindowBuffer:
         self._block_tokens = block_tokens
         self._start = 0
         self._stream = engine.compute_stream()
-        self._buffer = engine.allocate(0)
+        self._buffer = engine.allocate(0, compute_only=True)
         self._keys, self._values = geometry.carve(self._buffer, 0)
 
     @property
@@ -297,7 +297,7 @@ class WindowBuffer:
         """Let batch row `i` be what row `rows[i]` was. Copies the window."""
         index = torch.from_numpy(np.asarray(rows)).to(self._keys.device)
         geometry, memory_tokens = replace(self.geometry, batch=len(rows)), self._memory_tokens
-        buffer = self._engine.allocate(geometry.nbytes(memory_tokens))
+        buffer = self._engine.allocate(geometry.nbytes(memory_tokens), compute_only=True)
         keys, values = geometry.carve(buffer, memory_tokens)
         if memory_tokens:
             keys.copy_(self._keys.index_select(0, index))
@@ -315,7 +315,7 @@ class WindowBuffer:
             self._engine, self.geometry, self._sink_tokens, self._window_tokens, self._block_tokens
         )
         twin.sink_held, twin.held_tokens, twin._start = self.sink_held, self.held_tokens, self._start
-        twin._buffer = self._engine.allocate(self.geometry.nbytes(self._memory_tokens))
+        twin._buffer = self._engine.allocate(self.geometry.nbytes(self._memory_tokens), compute_only=True)
         twin._keys, twin._values = self.geometry.carve(twin._buffer, self._memory_tokens)
         twin._keys.copy_(self._keys)
         twin._values.copy_(self._values)
@@ -324,7 +324,7 @@ class WindowBuffer:
     def free(self) -> None:
         """Give the memory up; the window is empty afterwards."""
         self._engine.free(self._buffer)
-        self._buffer = self._engine.allocate(0)
+        self._buffer = self._engine.allocate(0, compute_only=True)
         self._start = self.sink_held = self.held_tokens = 0
         self._keys, self._values = self.geometry.carve(self._buffer, 0)
 
@@ -378,7 +378,7 @@ class WindowBuffer:
 
     def _reallocate(self, memory_tokens: int) -> None:
         """Move what is held to other memory, where the ring starts at 0."""
-        buffer = self._engine.allocate(self.geometry.nbytes(memory_tokens))
+        buffer = self._engine.allocate(self.geometry.nbytes(memory_tokens), compute_only=True)
         keys, values = self.geometry.carve(buffer, memory_tokens)
         self.copy_to(keys, values, end=self.tokens)
         self._engine.free(self._buffer)

@@ -25,10 +25,12 @@ class Worker:
     Args:
         name: of the thread.
         niceness: by how much its priority is lowered, on Linux.
+        enter: called first on the thread.
     """
 
-    def __init__(self, name: str, niceness: int) -> None:
+    def __init__(self, name: str, niceness: int, enter: Callable[[], None] = lambda: None) -> None:
         self._niceness = niceness
+        self._on_enter = enter
         self._thread: threading.Thread | None = None
         self._executor = ThreadPoolExecutor(1, f"hf-tiered-{name}", initializer=self._enter)
 
@@ -51,6 +53,7 @@ class Worker:
         if sys.platform == "linux":  # only there a thread has a priority of its own
             with suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self._niceness)
+        self._on_enter()
 
 
 class AwaitedFirst:

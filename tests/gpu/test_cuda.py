@@ -13,7 +13,7 @@ from transformers import DynamicCache
 from hf_tiered_cache import AttentionRule, KVCacheManager, TieredCache, TieredCacheConfig
 from hf_tiered_cache.kernels import Problem, Scoring, attend, kernel_for
 from hf_tiered_cache.metrics import L0Account
-from hf_tiered_cache.transfer.engine import CudaCopyEngine
+from hf_tiered_cache.transfer.cuda import CudaCopyEngine
 
 from ..fakes import POISON, pieces, random_kv
 from ..models import generate, prompt_ids, tiny_llama
