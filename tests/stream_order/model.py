@@ -310,14 +310,14 @@ class CudaModel:
         self.contexts.add(self._here.device)
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802
-        """As of CUDA's runtime. All that is asked for is watched, locked or not."""
+        """As of CUDA's runtime. What is locked is watched."""
         with self.lock:
             assert address % 4096 == nbytes % 4096 == 0 and flags == 1
             assert not any(address < at + size and at < address + nbytes for at, size in self.locked.items())
             self.contexts.add(self.current_device)
-            self._add("host tier", address, nbytes, self.host)
             if self.refuses_to_lock:
                 return 2  # out of memory
+            self._add("host tier", address, nbytes, self.host)
             self.locked[address] = nbytes
             return 0
 
