@@ -298,7 +298,7 @@ class Prefetcher:
                 with lane.sources(blocks) as pieces:
                     for piece, source in pieces:
                         first_token = run.first_token + (first + piece.start) * layout.block_tokens
-                        placement = Placement(load.keys, load.values, layout, run.rows, first_token)
+                        placement = Placement(load.keys, load.values, layout, run.row_map, first_token)
                         if source is not None:
                             data = layout.over(source.data, 1)
                             lane.engine.copy_in(data, placement, load.after, source.ready)

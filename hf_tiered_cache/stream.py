@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -28,6 +27,7 @@ from .lane import Lane, Source
 from .layers import LayerState
 from .metrics import Metrics
 from .residency import Residency
+from .row_map import RowMap
 from .transfer.engine import Event
 
 logger = logging.getLogger(__name__)
@@ -42,13 +42,13 @@ class Part:
     Args:
         keys: `[n, stored rows, Hk, T, Dk]`.
         values: `[n, stored rows, Hv, T, Dv]`.
-        rows: for each batch row the stored row that it reads.
+        row_map: for each batch row the stored row that it reads.
         first_block: index of the first in its layer.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
-    rows: np.ndarray[Any, Any]
+    row_map: RowMap
     first_block: int
 
 
@@ -283,7 +283,7 @@ class BlockStream:
         keys, values = load.layout.split(load.payload())
         for indices, run in load.layer.table.runs(range(load.first_block, load.end_block)):
             blocks = slice(indices[0] - load.first_block, indices[-1] + 1 - load.first_block)
-            yield Part(keys[blocks], values[blocks], run.rows, indices[0])
+            yield Part(keys[blocks], values[blocks], run.row_map, indices[0])
 
     def _end(self, load: _Load) -> None:
         """Nothing enqueued from now on reads the load's buffer."""

@@ -24,6 +24,7 @@ import torch
 
 from .blocks import BlockLayout
 from .errors import ConfigError
+from .row_map import index_on
 from .transfer.engine import CopyEngine
 
 # What vectorised kernels and copies like a tensor to begin at.
@@ -295,7 +296,7 @@ class WindowBuffer:
 
     def select_rows(self, rows: np.ndarray) -> None:
         """Let batch row `i` be what row `rows[i]` was. Copies the window."""
-        index = torch.from_numpy(np.asarray(rows)).to(self._keys.device)
+        index = index_on(rows, self.device)
         geometry, memory_tokens = replace(self.geometry, batch=len(rows)), self._memory_tokens
         buffer = self._engine.allocate(geometry.nbytes(memory_tokens), compute_only=True)
         keys, values = geometry.carve(buffer, memory_tokens)

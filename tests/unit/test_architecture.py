@@ -13,7 +13,7 @@ PACKAGE = Path(hf_tiered_cache.__file__).parent
 
 # Each module imports from strictly lower rows; see "Modules" in docs/decisions.md.
 ROWS = [
-    {"errors", "host_memory"},
+    {"errors", "host_memory", "row_map"},
     {"config", "continuation", "metrics", "blocks", "heat", "transfer.worker", "streaming_models"},
     {"workspace", "locks", "places", "eviction", "tiers.base", "transfer.engine"},
     {"replay", "tiers.host", "tiers.nvme", "tiers.zarr", "transfer.staging", "transfer.cuda", "window", "kernels"},

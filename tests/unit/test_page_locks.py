@@ -1,4 +1,4 @@
-"""Host memory is page-locked for the copies of CUDA devices, and for no others; it serves as well when that fails."""
+"""Host memory is page-locked for the copies of CUDA devices, for no others; it serves as well when that fails."""
 
 from __future__ import annotations
 
