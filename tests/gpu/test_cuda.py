@@ -223,20 +223,19 @@ def test_accounting_matches_the_allocator() -> None:
 
 
 def test_the_landing_buffer_goes_with_the_engine() -> None:
+    size, rounding = 8 << 20, 2 << 20
     metrics = Metrics()
     before = torch.cuda.memory_allocated()
     engine = CudaCopyEngine(torch.device("cuda", 0), metrics)
-    source = engine.allocate_host(8 << 20)
-    target = engine.allocate(8 << 20)
+    source, target = engine.allocate_host(size).random_(), engine.allocate(size)
     engine.copy_in(source, lambda landed: [(target, landed)], engine.record_compute())
     engine.finish_copies_in()
     assert torch.equal(target.cpu(), source)
-    assert metrics.l0_bytes == 16 << 20 == torch.cuda.memory_allocated() - before
+    assert metrics.l0_bytes == 2 * size
+    assert abs(torch.cuda.memory_allocated() - before - 2 * size) < rounding
     engine.close()
-    engine.free(target)
-    del target
-    torch.cuda.synchronize()
-    assert metrics.l0_bytes == 0 == torch.cuda.memory_allocated() - before
+    assert metrics.l0_bytes == size
+    assert abs(torch.cuda.memory_allocated() - before - size) < rounding
 
 
 @pytest.mark.parametrize("whole", [False, True])
