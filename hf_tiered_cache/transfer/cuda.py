@@ -31,7 +31,7 @@ class CudaCopyEngine(CopyEngine):
         super().__init__(device, metrics)
         self._out = torch.cuda.Stream(device)
         self._in = torch.cuda.Stream(device)
-        self._events = _EventPool()
+        self._events = _EventPool(device)
         self._landing = self._empty(0)
         self._refusal_told = False
 
@@ -130,8 +130,9 @@ class CudaCopyEngine(CopyEngine):
         self._events.record(self._in, host_waits=True).wait()
 
     def close(self) -> None:
-        self._out.synchronize()
-        self._in.synchronize()
+        with torch.cuda.device(self.device):
+            self._out.synchronize()
+            self._in.synchronize()
         self._metrics.allocated_l0(-self._landing.numel())
         self._landing = self._empty(0)  # not a view, which would keep the memory
 
@@ -147,14 +148,16 @@ class _CudaEvent:
     """A point in a stream. Its CUDA event is used again when nobody holds this any more: a stream that was told to
     wait for it waits for what was recorded then, and a host thread that waits for it holds this."""
 
-    __slots__ = ("_idle", "event")
+    __slots__ = ("_device", "_idle", "event")
 
-    def __init__(self, event: torch.cuda.Event, idle: deque[torch.cuda.Event]) -> None:
+    def __init__(self, event: torch.cuda.Event, device: torch.device, idle: deque[torch.cuda.Event]) -> None:
         self.event = event
+        self._device = device
         self._idle = idle
 
     def wait(self) -> None:
-        self.event.synchronize()
+        with torch.cuda.device(self._device):  # else it takes memory on the calling thread's, the first one maybe
+            self.event.synchronize()
 
     def __del__(self) -> None:
         self._idle.append(
@@ -163,9 +166,14 @@ class _CudaEvent:
 
 
 class _EventPool:
-    """The CUDA events of one engine. Any thread may record."""
+    """The CUDA events of one engine. Any thread may record.
 
-    def __init__(self) -> None:
+    Args:
+        device: of the engine.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._idle: dict[bool, deque[torch.cuda.Event]] = {False: deque(), True: deque()}
 
     def record(self, stream: torch.cuda.Stream, host_waits: bool = False) -> _CudaEvent:
@@ -177,7 +185,7 @@ class _EventPool:
         except IndexError:
             event = torch.cuda.Event(blocking=host_waits)
         event.record(stream)
-        return _CudaEvent(event, idle)
+        return _CudaEvent(event, self._device, idle)
 
 
 def _wait_on(stream: torch.cuda.Stream, event: Event) -> None:

@@ -115,6 +115,7 @@ class Event:
         """As of `torch.cuda.Event`."""
         with self._model.lock:
             self._model.counts["waits that spin"] += not self.blocking
+            self._model.contexts.add(self._model.current_device)
             if self.clock is not None:
                 self._model.host.follow(self.clock)
 

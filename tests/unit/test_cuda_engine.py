@@ -92,6 +92,7 @@ class TestDevices:
             engine.copy_in_whole(host, buffer, engine.record_compute())
             engine.free_after_copies(buffer)
             engine.finish_copies_in()
+            engine.record_copy_in().wait()
             devices.append(cuda.current_device)
 
         devices: list[int] = []
@@ -105,6 +106,12 @@ class TestDevices:
         with torch.cuda.stream(cuda.new_stream()):  # type: ignore[arg-type]
             assert cuda.current_device == GPU
         assert cuda.contexts == {0, GPU}
+
+    def test_control_so_does_a_wait_for_an_event(self, cuda: CudaModel) -> None:
+        event = torch.cuda.Event()
+        event.record(cuda.new_stream())  # type: ignore[arg-type]
+        event.synchronize()
+        assert cuda.contexts == {0}
 
     def test_a_thread_of_the_engine_stays_on_its_device(self, cuda: CudaModel, engine: ModelEngine) -> None:
         devices: list[int] = []
