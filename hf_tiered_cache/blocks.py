@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from .row_map import RowMap
+
 _BITS_BY_ITEMSIZE: dict[int, tuple[torch.dtype, type[np.unsignedinteger[Any]]]] = {
     1: (torch.uint8, np.uint8),
     2: (torch.int16, np.uint16),
@@ -142,10 +144,10 @@ class Block:
 
 
 class RowRun(NamedTuple):
-    """Blocks from `first_block` to the next run have one layout, and batch row `i` reads their row `rows[i]`."""
+    """Blocks from `first_block` to the next run have one layout, and one map of rows."""
 
     first_block: int
-    rows: np.ndarray[Any, np.dtype[np.int64]]
+    row_map: RowMap
     layout: BlockLayout
 
 
@@ -178,10 +180,9 @@ class BlockTable:
             layout = self._runs[-1].layout  # one object, so that comparing the layouts of many blocks is cheap
         key = BlockKey(self.namespace, self.layer_idx, block_idx, self._next_revision.get(block_idx, 0))
         block = Block(key, layout)
-        identity = np.arange(layout.rows)
         last = self._runs[-1] if self._runs else None
-        if last is None or last.layout != layout or not np.array_equal(last.rows, identity):
-            self._runs.append(RowRun(block_idx, identity, layout))
+        if last is None or last.layout != layout or not last.row_map.is_identity(layout.rows):
+            self._runs.append(RowRun(block_idx, RowMap(range(layout.rows)), layout))
         self.blocks.append(block)
         return block
 
@@ -199,7 +200,7 @@ class BlockTable:
 
     def select_rows(self, rows: Sequence[int] | np.ndarray[Any, Any]) -> None:
         """Let batch row `i` read what row `rows[i]` read before (reorder, repeat or select; moves no data)."""
-        self._runs = [run._replace(rows=run.rows[np.asarray(rows)]) for run in self._runs]
+        self._runs = [run._replace(row_map=run.row_map.select(rows)) for run in self._runs]
         self.rows_version += 1
 
     @property

@@ -75,10 +75,10 @@ class GatherBuffers:
         """What the calling thread's attention has read so far may be overwritten; it will read more."""
         with self._lock:
             reader = self._readers.setdefault(this_thread().reference, _Reader())
-            reader.compute = self._engine.compute_stream()
             buffer, reader.buffer = reader.buffer, None
+            read_on, reader.compute = reader.compute, self._engine.compute_stream()
         if buffer is not None:
-            self.give_back(buffer)
+            self.give_back(buffer, read_on)
 
     def use(self, buffer: LoadBuffer) -> None:
         """The calling thread's attention is about to read this buffer, until its next `enter` or `leave`."""
@@ -92,7 +92,7 @@ class GatherBuffers:
         with self._lock:
             reader = self._readers.pop(this_thread().reference, None)
         if reader is not None and reader.buffer is not None:
-            self.give_back(reader.buffer)
+            self.give_back(reader.buffer, reader.compute)
 
     def take(self, beyond: bool = False) -> LoadBuffer | None:
         """A buffer to load into; `None` when as many as there should be are taken, unless `beyond` that."""
@@ -106,7 +106,8 @@ class GatherBuffers:
         return LoadBuffer.empty(self._engine)
 
     def give_back(self, buffer: LoadBuffer, compute: Any = None) -> None:
-        """Nothing that the calling thread, or `compute`, enqueues from now on reads this buffer."""
+        """Nothing that is enqueued from now on reads this buffer; what has read it was enqueued on `compute`, or
+        on the calling thread's stream (`None`)."""
         self._engine.recycled(buffer.storage)
         buffer.released = self._engine.record_compute(compute)
         self.put_back(buffer)

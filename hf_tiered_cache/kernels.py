@@ -60,6 +60,7 @@ class Problem:
         dtype: of query, key and value.
         key_dim, value_dim: widths of a head.
         biased, softcap: whether the scores are.
+        flash: whether this PyTorch has the flash kernel of CUDA.
     """
 
     device_type: str
@@ -69,6 +70,7 @@ class Problem:
     value_dim: int
     biased: bool
     softcap: bool
+    flash: bool
 
     @classmethod
     def of(cls, query: torch.Tensor, value: torch.Tensor, scoring: Scoring) -> Problem:
@@ -82,6 +84,7 @@ class Problem:
             value.shape[-1],
             scoring.bias is not None,
             scoring.softcap is not None,
+            torch.backends.cuda.is_flash_attention_available(),
         )
 
 
@@ -206,6 +209,7 @@ def _cpu_flash_able(problem: Problem) -> bool:
 def _cuda_flash_able(problem: Problem) -> bool:
     return (
         problem.device_type == "cuda"
+        and problem.flash
         and problem.capability >= (8, 0)
         and problem.dtype in (torch.float16, torch.bfloat16)
         and problem.key_dim == problem.value_dim <= 256

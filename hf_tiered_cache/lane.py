@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from .locks import TimedLock
 from .metrics import Metrics
 from .residency import Residency
 from .resident import ResidentPool
-from .transfer.engine import BothEvents, CopyEngine, Event
+from .transfer.engine import CopyEngine, Event
 from .transfer.staging import SlotRing, StagingPool
 from .transfer.worker import AWAITED_NICENESS, AwaitedFirst, Worker
 from .window import WindowBuffer
@@ -29,14 +29,11 @@ SLOTS_PER_RING = 2
 
 @dataclass(frozen=True)
 class Source:
-    """A block's bytes, flat uint8, where the copy engine can read them, from an event on."""
+    """A block's bytes, flat uint8, where the copy engine can read them: on the device from `ready` on, or on the
+    host (`None`)."""
 
     data: torch.Tensor
     ready: Event | None = None
-
-    def after(self, event: Event) -> Event:
-        """When a copy may begin that must also wait for an event."""
-        return event if self.ready is None else BothEvents(self.ready, event)
 
 
 class Lane:
@@ -69,7 +66,7 @@ class Lane:
         staging_blocks: int,
     ) -> None:
         self.engine = engine
-        self.worker = AwaitedFirst(Worker("prefetch", AWAITED_NICENESS))
+        self.worker = AwaitedFirst(Worker("prefetch", AWAITED_NICENESS, enter=engine.enter_thread))
         self.buffers = GatherBuffers(engine, metrics, ahead=prefetch_layers)
         self._packing = TimedLock(metrics)
         self.resident = resident
@@ -77,6 +74,8 @@ class Lane:
         self._write_back = write_back
         self._metrics = metrics
         self._staging = StagingPool(engine, staging_blocks)
+        if engine.wants_page_locks:
+            next(iter(residency.tiers.values())).lock_pages(engine.device)
         self._pack = SlotRing(
             SLOTS_PER_RING,
             allocate=engine.allocate,
@@ -134,13 +133,14 @@ class Lane:
         self._pack.busy_until(event)
         return event, resident
 
-    def wait(self, tasks: Iterable[Future[Event | None]]) -> None:
+    def wait(self, tasks: Sequence[Future[Event | None]]) -> None:
         """Block until tasks of the worker are done, which is counted as a stall, and let the compute stream wait
         for the copies that they began.
 
         Raises:
             TierReadError: a block could not be read.
         """
+        task: Future[Event | None] | None = None
         try:
             with self._metrics.stall("read"):
                 for task in tasks:
@@ -151,6 +151,9 @@ class Lane:
                         self.engine.compute_waits(event)
         except CancelledError as error:
             raise CacheClosedError("the cache was closed while its blocks were being loaded") from error
+        finally:
+            # An error holds this frame, and the task the error: no cycle, which would keep the task's buffer.
+            del task, tasks
 
     @contextmanager
     def sources(self, blocks: Sequence[Block]) -> Iterator[list[tuple[slice, Source | None]]]:
@@ -173,7 +176,7 @@ class Lane:
                 yield list(_pieces(sources))
             finally:
                 if from_host:
-                    self.engine.record_copy_in().wait()
+                    self.engine.finish_copies_in()
             if from_host:
                 self._residency.count_in_memory(from_host)
                 self.count_loaded(from_host)

@@ -23,7 +23,7 @@ from .pressure import MemoryProbe, probe_memory
 from .report import snapshot
 from .requests import Request, RequestBook, closed_error, layers_of
 from .resources import EngineFactory, Resources
-from .transfer.engine import make_engine
+from .transfer.devices import make_engine
 from .windows import Windows
 
 

@@ -11,14 +11,13 @@ Query heads that share a K, V head are packed as query rows, so K and V are neve
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
 import torch
 
 from .errors import ConfigError
 from .kernels import Result, Scoring, attend
 from .metrics import L0Account, tensor_bytes
+from .row_map import RowGroup, RowMap
 
 # Blocks are attended to as they lie while there are few query rows for each of their tokens; else their outputs,
 # one per block and row, would weigh more than a contiguous copy of K and V.
@@ -147,19 +146,19 @@ class OnlineAttention:
                     own_bias = bias[:, group :: self._groups]
                 self._merge(slice(None), rows, *self._attend(self._rows[:, :, rows], key, value, own_bias, causal))
 
-    def add_blocks(self, keys: torch.Tensor, values: torch.Tensor, start: int, rows: np.ndarray[Any, Any]) -> None:
+    def add_blocks(self, keys: torch.Tensor, values: torch.Tensor, start: int, row_map: RowMap) -> None:
         """Take in consecutive sealed blocks as they are stored, without a copy when there are few query rows.
 
         Args:
             keys: `[n, stored rows, Hkv, T, Dk]`.
             values: `[n, stored rows, Hkv, T, Dv]`.
             start: position of the first block's first token.
-            rows: for each batch row the stored row that it reads.
+            row_map: for each batch row the stored row that it reads.
         """
         blocks, stored_rows, _, tokens, _ = keys.shape
-        identity = np.array_equal(rows, np.arange(stored_rows))
+        identity = row_map.is_identity(stored_rows)
         if self._mask_per_row or self._rows.shape[2] * _TOKENS_PER_ROW > tokens:
-            key, value = (_side_by_side(states, None if identity else rows) for states in (keys, values))
+            key, value = (_side_by_side(states, None if identity else row_map) for states in (keys, values))
             with self._account.temporary(_if_new(key, keys), _if_new(value, values)):
                 self.add(key, value, start)
             return
@@ -171,9 +170,9 @@ class OnlineAttention:
             if identity:
                 self._merge(slice(None), slice(None), *self._attend_split(self._rows, keys, values, bias))
                 return
-            for stored_row in np.unique(rows):
-                stored = slice(stored_row, stored_row + 1)
-                self._add_stored_row(keys[:, stored], values[:, stored], np.flatnonzero(rows == stored_row), bias)
+            for group in row_map.groups(keys.device):
+                stored = slice(group.stored_row, group.stored_row + 1)
+                self._add_stored_row(keys[:, stored], values[:, stored], group, bias)
 
     def finish(self) -> torch.Tensor:
         """The result, `[B, Q, Hq, Dv]` in the rule's dtype or query's, contiguous; nothing can be added
@@ -195,17 +194,16 @@ class OnlineAttention:
         self._account.add(-self._held_bytes)
 
     def _add_stored_row(
-        self, keys: torch.Tensor, values: torch.Tensor, members: np.ndarray[Any, Any], bias: torch.Tensor | None
+        self, keys: torch.Tensor, values: torch.Tensor, group: RowGroup, bias: torch.Tensor | None
     ) -> None:
         """One stored row `[n, 1, Hkv, T, D]` that several batch rows read: their query rows side by side."""
-        index = torch.from_numpy(members).to(keys.device)
-        rows = self._rows.index_select(0, index)  # [m, Hkv, R, Dk]
+        rows = self._rows.index_select(0, group.index)  # [m, Hkv, R, Dk]
         if bias is not None:
-            bias = bias.index_select(1, index).expand(-1, -1, -1, rows.shape[2], -1)  # [n, m, 1, R, T]
+            bias = bias.index_select(1, group.index).expand(-1, -1, -1, rows.shape[2], -1)  # [n, m, 1, R, T]
             bias = bias.transpose(1, 2).flatten(2, 3).unsqueeze(1)
         output, lse = self._attend_split(rows.transpose(0, 1).flatten(1, 2).unsqueeze(0), keys, values, bias)
-        outputs, lses = (part[0].unflatten(1, (len(members), -1)) for part in (output, lse))
-        for position, member in enumerate(members):
+        outputs, lses = (part[0].unflatten(1, (len(group.members), -1)) for part in (output, lse))
+        for position, member in enumerate(group.members):
             self._merge(
                 slice(member, member + 1), slice(None), outputs[None, :, position], lses[None, :, position]
             )
@@ -264,10 +262,10 @@ class OnlineAttention:
         return part.to(self._dtype).clamp(min=lowest)
 
 
-def _side_by_side(states: torch.Tensor, rows: np.ndarray[Any, Any] | None) -> torch.Tensor:
+def _side_by_side(states: torch.Tensor, row_map: RowMap | None) -> torch.Tensor:
     """Blocks `[n, stored rows, H, T, D]` as one `[B, H, n * T, D]`; a view for one block, else a copy."""
-    if rows is not None:
-        states = states.index_select(1, torch.from_numpy(rows).to(states.device))
+    if row_map is not None:
+        states = states.index_select(1, row_map.index(states.device))
     return states.permute(1, 2, 0, 3, 4).flatten(2, 3)
 
 

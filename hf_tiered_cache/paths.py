@@ -214,7 +214,7 @@ class DataPaths:
                 stream = self._resources.block_stream(layer.window.device, seat)
                 for part in stream.read(layer, lambda after: self._streamed_after(request, after)):
                     start = layer.sink_tokens + part.first_block * layer.block_tokens
-                    attention.add_blocks(part.keys, part.values, start, part.rows)
+                    attention.add_blocks(part.keys, part.values, start, part.row_map)
         except BaseException:
             if new_tokens == 1:
                 layer.window.crop(1)

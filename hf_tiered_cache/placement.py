@@ -11,6 +11,7 @@ import torch
 
 from .blocks import Block, BlockLayout
 from .layers import LayerState
+from .row_map import RowMap
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,7 @@ class Run:
     """Blocks that are read together and land side by side: one layout, one row map, consecutive targets."""
 
     blocks: list[Block]
-    rows: np.ndarray[Any, Any]
+    row_map: RowMap
     first_token: int
 
 
@@ -32,7 +33,7 @@ def split_runs(layer: LayerState, block_indices: Sequence[int], starts: Sequence
         for end in range(1, len(indices) + 1):
             if end == len(indices) or group_starts[end] != group_starts[end - 1] + layer.block_tokens:
                 blocks = [layer.table.blocks[index] for index in indices[first:end]]
-                yield Run(blocks, run.rows, group_starts[first])
+                yield Run(blocks, run.row_map, group_starts[first])
                 first = end
 
 
@@ -43,7 +44,7 @@ class Placement:
     keys: torch.Tensor
     values: torch.Tensor
     layout: BlockLayout
-    rows: np.ndarray[Any, Any]
+    row_map: RowMap
     first_token: int
 
     def __call__(self, landed: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -51,10 +52,10 @@ class Placement:
         place = slice(self.first_token, self.first_token + blocks * tokens)
         for whole, parts in zip((self.keys, self.values), self.layout.split(landed), strict=True):
             target = whole[:, :, place].unflatten(2, (blocks, tokens))  # [B, H, n, T, D]
-            if np.array_equal(self.rows, np.arange(self.layout.rows)):
+            if self.row_map.is_identity(self.layout.rows):
                 yield target, parts.permute(1, 2, 0, 3, 4)
             else:
-                for batch_row, stored_row in enumerate(self.rows):
+                for batch_row, stored_row in enumerate(self.row_map.rows.tolist()):
                     yield target[batch_row], parts[:, stored_row].transpose(0, 1)
 
 

@@ -150,6 +150,8 @@ class Prefetcher:
         """
         try:
             load.lane.wait(load.tasks)
+            # No copy has waited for it if there was none.
+            load.lane.engine.compute_waits(load.after)
             if load.capacity_tokens < tokens:
                 self._grow(load, tokens)
         except BaseException:
@@ -217,6 +219,7 @@ class Prefetcher:
         finally:
             self._residency.release(load.referenced)
             lane.engine.free(buffer.storage)
+            load.tasks.clear()  # as in `_retire`
 
     def _take(self, layer: LayerState) -> Load | None:
         """The load of a layer that was started ahead of time, unless rows have changed since."""
@@ -258,6 +261,7 @@ class Prefetcher:
             raise
         load.capacity_tokens = load.buffer.fit(load.layer.geometry, tokens)
         load.keys, load.values = load.layer.geometry.carve(load.buffer.storage, load.capacity_tokens)
+        load.lane.engine.computes_with(old_storage)  # which another thread's stream may have allocated
         load.keys[:, :, filled].copy_(old_keys[:, :, filled])
         load.values[:, :, filled].copy_(old_values[:, :, filled])
         load.buffer.released = load.lane.engine.record_compute()
@@ -294,9 +298,10 @@ class Prefetcher:
                 with lane.sources(blocks) as pieces:
                     for piece, source in pieces:
                         first_token = run.first_token + (first + piece.start) * layout.block_tokens
-                        placement = Placement(load.keys, load.values, layout, run.rows, first_token)
+                        placement = Placement(load.keys, load.values, layout, run.row_map, first_token)
                         if source is not None:
-                            lane.engine.copy_in(layout.over(source.data, 1), placement, source.after(load.after))
+                            data = layout.over(source.data, 1)
+                            lane.engine.copy_in(data, placement, load.after, source.ready)
                             lane.keep(blocks[piece.start], source)
                         else:
                             staged = layout.over(lane.stage(blocks[piece]), piece.stop - piece.start)
@@ -313,7 +318,11 @@ class Prefetcher:
     def _retire(self, load: Load) -> None:
         load.cancelled = True
         if load.tasks:
-            load.tasks[-1].add_done_callback(lambda _: self._residency.release(load.referenced))
+            referenced, release = load.referenced, self._residency.release
+            load.tasks[-1].add_done_callback(lambda _: release(referenced))
+        # Neither does the callback hold the load, nor the load a task, or the error in it: a cycle would keep the
+        # buffer until the garbage collector runs.
+        load.tasks.clear()
 
     def _take_over(self, lane: Lane, rival: LayerState | None) -> LoadBuffer | None:
         """The buffer of a load that gives way."""

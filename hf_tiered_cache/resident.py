@@ -149,7 +149,7 @@ class ResidentPool:
             ready = self._engine.copy_in_whole(flat[first : first + nbytes], data, self._engine.record_compute())
             self.enter(block, data, ready)
         if self._engine.host_writes:
-            self._engine.record_copy_in().wait()  # `payload` is a buffer that attention gives back at any time
+            self._engine.finish_copies_in()  # `payload` is a buffer that attention gives back at any time
 
     def _choose(self, blocks: Sequence[Block]) -> list[Block]:
         """The blocks that should be resident; those that are worth less have left for them. None when the policy

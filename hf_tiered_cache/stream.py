@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -28,6 +27,7 @@ from .lane import Lane, Source
 from .layers import LayerState
 from .metrics import Metrics
 from .residency import Residency
+from .row_map import RowMap
 from .transfer.engine import Event
 
 logger = logging.getLogger(__name__)
@@ -43,13 +43,13 @@ class Part:
     Args:
         keys: `[n, stored rows, Hk, T, Dk]`.
         values: `[n, stored rows, Hv, T, Dv]`.
-        rows: for each batch row the stored row that it reads.
+        row_map: for each batch row the stored row that it reads.
         first_block: index of the first in its layer.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
-    rows: np.ndarray[Any, Any]
+    row_map: RowMap
     first_block: int
 
 
@@ -262,7 +262,7 @@ class BlockStream:
         engine, nbytes = self._lane.engine, load.layout.nbytes
         target = load.storage[piece.start * nbytes : piece.stop * nbytes]
         if source is not None:
-            engine.copy_in_whole(source.data[:nbytes], target, source.after(load.after))
+            engine.copy_in_whole(source.data[:nbytes], target, load.after, source.ready)
             self._lane.keep(load.blocks[piece.start], source)
             return
         staged = self._lane.stage(load.blocks[piece])
@@ -280,7 +280,8 @@ class BlockStream:
                 if source is None:
                     self._residency.read(load.blocks[piece], as_bits(payload[piece]))
                 else:
-                    source.after(load.after).wait()
+                    if source.ready is not None:
+                        source.ready.wait()
                     np.copyto(as_bits(payload[piece]), as_bits(load.layout.over(source.data, 1)))
         except BaseException:
             with self._storage_lock:  # a read without an answer in time may still write to it
@@ -303,7 +304,7 @@ class BlockStream:
         keys, values = load.layout.split(load.payload())
         for indices, run in load.layer.table.runs(range(load.first_block, load.end_block)):
             blocks = slice(indices[0] - load.first_block, indices[-1] + 1 - load.first_block)
-            part = Part(keys[blocks], values[blocks], run.rows, indices[0])
+            part = Part(keys[blocks], values[blocks], run.row_map, indices[0])
             yield part
             del part.keys, part.values
 
@@ -316,7 +317,11 @@ class BlockStream:
     def _put_back(self, load: _Load) -> None:
         self._free.append(load.buffer)
         assert load.task is not None
-        load.task.add_done_callback(lambda _: self._residency.release(load.blocks))
+        blocks, release = load.blocks, self._residency.release
+        load.task.add_done_callback(lambda _: release(blocks))
+        # Neither does the callback hold the load, nor the load its task, or the error in it: a cycle would keep
+        # the buffer until the garbage collector runs.
+        load.task = None
 
     def _cancel(self, load: _Load) -> None:
         """Nobody will read this load."""

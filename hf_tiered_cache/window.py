@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 from .geometry import Geometry
+from .row_map import index_on
 from .transfer.engine import CopyEngine
 
 
@@ -58,7 +59,7 @@ class _Content:
     @classmethod
     def empty(cls, engine: CopyEngine, geometry: Geometry, memory_tokens: int) -> _Content:
         """No tokens, and memory for so many."""
-        buffer = engine.allocate(geometry.nbytes(memory_tokens))
+        buffer = engine.allocate(geometry.nbytes(memory_tokens), compute_only=True)
         return cls(geometry, buffer, *geometry.carve(buffer, memory_tokens))
 
     def with_ring(self, start: int, held_tokens: int, sink_held: int | None = None) -> _Content:
@@ -293,7 +294,7 @@ class WindowBuffer:
         """A window's content, in memory of its own, whose batch row `i` is what row `rows[i]` is here; for
         `become`. Changes nothing."""
         old = self._content
-        index = torch.from_numpy(np.asarray(rows)).to(old.keys.device)
+        index = index_on(rows, self.device)
         content = _Content.empty(self._engine, replace(old.geometry, batch=len(rows)), self._memory_tokens)
         if self._memory_tokens:
             content.keys.copy_(old.keys.index_select(0, index))

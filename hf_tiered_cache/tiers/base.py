@@ -213,6 +213,10 @@ class Tier(ABC):
         where there is no such memory."""
         return None
 
+    def lock_pages(self, device: torch.device) -> None:
+        """Copies of a CUDA device will read what `tensor` returns: such memory is page-locked from now on, where
+        the system allows it."""
+
     def flush(self) -> None:
         """Make what was written readable by others. Blocks."""
 

@@ -1,4 +1,4 @@
-"""Host memory as a tier: blocks as they are, page-locked while CUDA is in use.
+"""Host memory as a tier: blocks as they are, page-locked once a CUDA device reads them.
 
     in use by blocks      kept for blocks to come      may still be mapped
     |<-- used_bytes -->|<-- at most an eighth -->|<-- ... -->| capacity_bytes
@@ -11,10 +11,12 @@ are kept.
 
 from __future__ import annotations
 
+import logging
 import mmap
 import threading
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -27,6 +29,8 @@ from ..errors import TierFullError
 from ..tier_io import TierFuture
 from .base import Tier, register_tier
 
+logger = logging.getLogger(__name__)
+
 # Of the capacity: buffers without a block that are kept. About what sinks at a time between the watermarks.
 _KEPT_SHARE = 1 / 8
 # cudaHostRegisterPortable: page-locked for every device.
@@ -34,7 +38,7 @@ _PORTABLE = 1
 
 
 class _Buffer:
-    """Mapped memory, page-locked while CUDA is in use, until it is released or collected.
+    """Mapped memory, until it is released or collected.
 
     Raises:
         TierFullError: the system has no memory left for it.
@@ -45,42 +49,58 @@ class _Buffer:
         try:
             # Private where there is a choice: the number of mappings is limited, and private neighbours merge.
             private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
-            with torch.inference_mode(False):
-                self.memory = torch.frombuffer(mmap.mmap(-1, nbytes, **private), dtype=torch.uint8)
+            self._mapping: mmap.mmap | None = mmap.mmap(-1, nbytes, **private)
         except OSError as error:
             raise TierFullError(f"host memory: {nbytes} more bytes cannot be mapped ({error})") from error
+        with torch.inference_mode(False):
+            self.memory = torch.frombuffer(self._mapping, dtype=torch.uint8)
         self._unlock: weakref.finalize[Any, Any] | None = None
-        if torch.cuda.is_initialized():
-            _lock_pages(self.memory)
-            self._unlock = weakref.finalize(self, _unlock_pages, self.memory)  # unmapped only afterwards
-            self._unlock.atexit = False
+
+    def lock_pages(self, device: torch.device) -> int:
+        """Page-lock it for all CUDA devices, unless it is. Returns CUDA's error, 0 when it is locked.
+
+        Args:
+            device: one that is in use. To use another for the first time costs hundreds of megabytes.
+        """
+        if self._unlock is not None:
+            return 0
+        if hasattr(mmap, "MADV_DONTFORK"):
+            # After a fork parent and child share pages until one of them writes. If that is the parent, it goes on
+            # with a copy, which the device does not know. A child has no use for them.
+            assert self._mapping is not None
+            self._mapping.madvise(mmap.MADV_DONTFORK)
+        with torch.cuda.device(device):
+            status = int(
+                torch.cuda.cudart().cudaHostRegister(self.memory.data_ptr(), self.memory.numel(), _PORTABLE)
+            )
+            if status:
+                _forget_error(device)
+                return status
+        self._unlock = weakref.finalize(self, _unlock_pages, self.memory, device)  # unmapped only afterwards
+        self._unlock.atexit = False
+        return 0
 
     def release(self) -> None:
         """Give the memory back to the system; nobody has a tensor of it any more."""
         if self._unlock is not None:
             self._unlock()
         self.memory = self.memory.new_empty(0)
+        self._mapping = None
 
 
-def _lock_pages(memory: torch.Tensor) -> None:
-    with torch.cuda.device(_device_in_use()):
-        status = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), _PORTABLE))
-    if status:
-        raise TierFullError(
-            f"host memory: {memory.numel()} more bytes cannot be page-locked (CUDA error {status})"
-        )
+def _unlock_pages(memory: torch.Tensor, device: torch.device) -> None:
+    with torch.cuda.device(device):
+        status = int(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr()))
+        if status:
+            logger.warning("%d bytes of host memory stay page-locked (CUDA error %d)", memory.numel(), status)
+            _forget_error(device)
 
 
-def _unlock_pages(memory: torch.Tensor) -> None:
-    with torch.cuda.device(_device_in_use()):
-        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
-
-
-def _device_in_use() -> int:
-    """A device on which PyTorch has memory. A background thread would take the first one, and to use that for
-    the first time costs hundreds of megabytes."""
-    devices = range(torch.cuda.device_count())
-    return next((device for device in devices if torch.cuda.memory_reserved(device)), 0)
+def _forget_error(device: torch.device) -> None:
+    """The runtime remembers the last error of a thread, and PyTorch reports it for the next kernel that the thread
+    launches, whatever that is: let it be this one."""
+    with suppress(RuntimeError):
+        torch.empty(1, device=device).fill_(0)
 
 
 @register_tier("host")
@@ -106,6 +126,8 @@ class HostTier(Tier):
         self._kept: dict[int, list[_Buffer]] = {}
         self._kept_bytes = 0
         self._mapped_bytes = 0
+        self._locks_for: torch.device | None = None
+        self._refused = False
 
     @property
     def mapped_bytes(self) -> int:
@@ -124,6 +146,13 @@ class HostTier(Tier):
         """
         buffer, nbytes = self._stored[key]
         return buffer.memory[:nbytes]
+
+    def lock_pages(self, device: torch.device) -> None:
+        """As of `Tier`, for buffers that get a block from now on. (Copies from memory that is not locked are as
+        correct, but slower.) The first refusal of the system is the last try."""
+        with self._buffers_lock:
+            if not self._refused:
+                self._locks_for = self._locks_for or device
 
     def clear(self) -> None:
         """Nothing: the memory goes with `close`."""
@@ -160,12 +189,23 @@ class HostTier(Tier):
         with self._buffers_lock:
             if self._kept.get(nbytes):
                 self._kept_bytes -= nbytes
-                return self._kept[nbytes].pop()
-            if self.capacity_bytes is not None:
-                self._give_way(self.capacity_bytes - nbytes)
-            buffer = _Buffer(nbytes)
-            self._mapped_bytes += nbytes
+                buffer = self._kept[nbytes].pop()
+            else:
+                if self.capacity_bytes is not None:
+                    self._give_way(self.capacity_bytes - nbytes)
+                buffer = _Buffer(nbytes)
+                self._mapped_bytes += nbytes
+            self._lock_pages_of(buffer)
             return buffer
+
+    def _lock_pages_of(self, buffer: _Buffer) -> None:
+        if self._locks_for is not None and (status := buffer.lock_pages(self._locks_for)):
+            logger.warning(
+                "host memory cannot be page-locked any more (CUDA error %d): new blocks stay unlocked, and copies "
+                "from there are slower. Lower host_capacity if this machine is short of memory",
+                status,
+            )
+            self._locks_for, self._refused = None, True
 
     def _keep(self, buffer: _Buffer) -> None:
         """A buffer has lost its block."""

@@ -5,8 +5,9 @@ Two streams per device, each strictly first in, first out, and events between th
     compute   ──pack──▶ E1            wait(ready) ──▶ attention ──▶ E2 (released)
     copy-out        wait(E1) ──copy──▶ E3 (slot readable on the host)
     copy-in                      wait(E2) ──copy, place──▶ ready
+    copy-in, on the device       wait(E2, E4: the source is complete) ──place──▶ ready
 
-`CpuCopyEngine` does this with threads, `CudaCopyEngine` with CUDA streams. Both are really asynchronous, so a
+`CpuCopyEngine` does this with threads, `transfer.cuda` with CUDA streams. Both are really asynchronous, so a
 missing wait gives wrong results on any machine.
 """
 
@@ -14,14 +15,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from ..blocks import as_bits
-from ..errors import UnsupportedModelError
 from ..metrics import Metrics
 from .worker import AWAITED_NICENESS, BACKGROUND_NICENESS, Worker
 
@@ -35,19 +34,6 @@ class Event(Protocol):
         """Block the calling host thread until the stream has passed this point; re-raise a failed copy."""
 
 
-@dataclass(frozen=True)
-class BothEvents:
-    """Fires when two events have fired."""
-
-    first: Event
-    second: Event
-
-    def wait(self) -> None:
-        """As of `Event`."""
-        self.first.wait()
-        self.second.wait()
-
-
 class CopyEngine(ABC):
     """Copies for one device; see the module for the order that it keeps.
 
@@ -59,13 +45,18 @@ class CopyEngine(ABC):
         self.device = device
         self._metrics = metrics
 
-    def allocate(self, nbytes: int) -> torch.Tensor:
-        """A flat uint8 tensor on the device, uninitialised, accounted, usable on all streams of this engine.
+    def allocate(self, nbytes: int, compute_only: bool = False) -> torch.Tensor:
+        """A flat uint8 tensor on the device, uninitialised, accounted. It may be mutated inside and outside of
+        inference mode.
 
-        It may be mutated inside and outside of inference mode.
+        Args:
+            nbytes: its size.
+            compute_only: no copy will touch it, only what is computed; else all streams of this engine may.
         """
         with torch.inference_mode(False):
             buffer = self._allocate(nbytes)
+        if not compute_only:
+            self._copies_use(buffer)
         self._metrics.allocated_l0(nbytes)
         self.recycled(buffer)
         return buffer
@@ -75,12 +66,24 @@ class CopyEngine(ABC):
         self._metrics.allocated_l0(-buffer.numel())
         self.recycled(buffer)
 
+    def enter_thread(self) -> None:
+        """The calling thread, a new one, will work for this device only."""
+
     @abstractmethod
     def _allocate(self, nbytes: int) -> torch.Tensor: ...
 
+    def _copies_use(self, buffer: torch.Tensor) -> None:
+        """What is freed of this memory is not given to anybody before the copy streams have passed its end."""
+
+    @property
+    def wants_page_locks(self) -> bool:
+        """Whether copies from the host are asynchronous only if its memory is page-locked."""
+        return False
+
     @abstractmethod
     def allocate_host(self, nbytes: int) -> torch.Tensor:
-        """A flat uint8 tensor on the host, uninitialised; page-locked where that makes copies asynchronous."""
+        """A flat uint8 tensor on the host, uninitialised; page-locked where that makes copies asynchronous and the
+        system allows it."""
 
     def compute_stream(self) -> Any:
         """The calling thread's compute stream, for `record_compute` from another thread."""
@@ -104,23 +107,27 @@ class CopyEngine(ABC):
         stream. The event returned has fired when `target` is complete and `source` may be overwritten."""
 
     @abstractmethod
-    def copy_in(self, source: torch.Tensor, placement: Placement, after: Event) -> Event:
-        """Bring a contiguous host tensor to the device and put its parts where they belong.
+    def copy_in(
+        self, source: torch.Tensor, placement: Placement, after: Event, ready: Event | None = None
+    ) -> Event:
+        """Put the parts of a contiguous tensor where they belong on the device.
 
         Args:
-            source: host tensor.
+            source: on the host, where it may be read at once, or on the device.
             placement: called with a tensor on the device that equals `source`; yields `(target, part)` pairs
                 of equal shape, `part` a view of its argument.
             after: event of the compute stream that must have passed before a target is overwritten.
+            ready: event that must have passed before `source` is read; `None` for one on the host, and only then.
 
         Returns:
             An event that has fired when the targets are complete and `source` may be overwritten.
         """
 
     @abstractmethod
-    def copy_in_whole(self, source: torch.Tensor, target: torch.Tensor, after: Event) -> Event:
-        """Copy a flat host tensor to a flat device tensor of the same size, after an event of the compute stream.
-        The event returned has fired when `target` is complete and `source` may be overwritten."""
+    def copy_in_whole(
+        self, source: torch.Tensor, target: torch.Tensor, after: Event, ready: Event | None = None
+    ) -> Event:
+        """Copy a flat tensor to a flat device tensor of the same size; all else as `copy_in`."""
 
     @property
     def host_writes(self) -> bool:
@@ -133,7 +140,12 @@ class CopyEngine(ABC):
 
     @abstractmethod
     def record_copy_in(self) -> Event:
-        """Mark the copy-in stream as it is now: fires when all copies that were asked for have finished."""
+        """Mark the copy-in stream as it is now, for `compute_waits`: fires when all copies that were asked for
+        have finished."""
+
+    @abstractmethod
+    def finish_copies_in(self) -> None:
+        """Block the calling host thread until the copies to the device that were asked for have finished."""
 
     def recycled(self, buffer: torch.Tensor) -> None:
         """Called with a buffer, of either side, whose content nobody may read any more; tests poison it here."""
@@ -185,16 +197,22 @@ class CpuCopyEngine(CopyEngine):
 
         return _TaskEvent(self._out.submit(run).result)
 
-    def copy_in(self, source: torch.Tensor, placement: Placement, after: Event) -> Event:
+    def copy_in(
+        self, source: torch.Tensor, placement: Placement, after: Event, ready: Event | None = None
+    ) -> Event:
         def run() -> None:
+            if ready is not None:
+                ready.wait()
             after.wait()
             for target, part in placement(source):
                 self._copy(target, part)
 
         return _TaskEvent(self._in.submit(run).result)
 
-    def copy_in_whole(self, source: torch.Tensor, target: torch.Tensor, after: Event) -> Event:
-        return self.copy_in(source, lambda landed: [(target, landed)], after)
+    def copy_in_whole(
+        self, source: torch.Tensor, target: torch.Tensor, after: Event, ready: Event | None = None
+    ) -> Event:
+        return self.copy_in(source, lambda landed: [(target, landed)], after, ready)
 
     @property
     def host_writes(self) -> bool:
@@ -209,119 +227,14 @@ class CpuCopyEngine(CopyEngine):
     def record_copy_in(self) -> Event:
         return _TaskEvent(self._in.submit(lambda: None).result)
 
+    def finish_copies_in(self) -> None:
+        self._in.submit(lambda: None).result()
+
     def close(self) -> None:
-        self._out.close()
-        self._in.close()
+        # To the last: who waits for a copy, such as write-back, is not told that it failed.
+        self._out.close(finish=True)
+        self._in.close(finish=True)
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         # numpy copies on this thread alone and without the GIL; torch would wake a pool of threads per caller.
         np.copyto(as_bits(target), as_bits(source))
-
-
-class CudaCopyEngine(CopyEngine):
-    """Copies on two CUDA streams with page-locked host buffers.
-
-    Host data is copied to the device in one piece, into a landing buffer that only the copy-in stream uses,
-    and put into place by kernels on that stream: a strided copy from the host would be one transfer per fragment.
-    """
-
-    def __init__(self, device: torch.device, metrics: Metrics) -> None:
-        super().__init__(device, metrics)
-        self._out = torch.cuda.Stream(device)
-        self._in = torch.cuda.Stream(device)
-        self._landing = torch.empty(0, dtype=torch.uint8, device=device)
-
-    def _allocate(self, nbytes: int) -> torch.Tensor:
-        buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        # The caching allocator then holds a freed buffer back until the copy streams have passed it too.
-        buffer.record_stream(self._in)
-        buffer.record_stream(self._out)
-        return buffer
-
-    def allocate_host(self, nbytes: int) -> torch.Tensor:
-        # Page-locking happens in the context of the current device, which would be the first one on a new thread.
-        with torch.inference_mode(False), torch.cuda.device(self.device):
-            return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-
-    def compute_stream(self) -> Any:
-        return torch.cuda.current_stream(self.device)
-
-    def computes_with(self, buffer: torch.Tensor) -> None:
-        buffer.record_stream(torch.cuda.current_stream(self.device))
-
-    def record_compute(self, stream: Any = None) -> Event:
-        return _CudaEvent(stream or torch.cuda.current_stream(self.device))
-
-    def compute_waits(self, event: Event) -> None:
-        _wait_on(torch.cuda.current_stream(self.device), event)
-
-    def copy_out(self, source: torch.Tensor, target: torch.Tensor, after: Event) -> Event:
-        with torch.cuda.stream(self._out), torch.inference_mode(False):
-            _wait_on(self._out, after)
-            target.copy_(source, non_blocking=True)
-            return _CudaEvent(self._out)
-
-    def copy_in(self, source: torch.Tensor, placement: Placement, after: Event) -> Event:
-        with torch.cuda.stream(self._in), torch.inference_mode(False):
-            nbytes = source.numel() * source.element_size()
-            if self._landing.numel() < nbytes:
-                # Allocated on the copy-in stream: a smaller one, still in use there, is recycled in stream order.
-                landing = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-                self._metrics.allocated_l0(nbytes - self._landing.numel())
-                self._landing = landing
-            landed = self._landing[:nbytes].view(source.dtype).view(source.shape)
-            landed.copy_(source, non_blocking=True)
-            _wait_on(self._in, after)
-            for target, part in placement(landed):
-                target.copy_(part, non_blocking=True)
-            return _CudaEvent(self._in)
-
-    def copy_in_whole(self, source: torch.Tensor, target: torch.Tensor, after: Event) -> Event:
-        with torch.cuda.stream(self._in), torch.inference_mode(False):
-            _wait_on(self._in, after)
-            target.copy_(source, non_blocking=True)
-            return _CudaEvent(self._in)
-
-    def free_after_copies(self, buffer: torch.Tensor) -> None:
-        with torch.cuda.stream(self._in):  # the caching allocator waits for it anyway; see `_allocate`
-            self.free(buffer)
-
-    def record_copy_in(self) -> Event:
-        return _CudaEvent(self._in)
-
-    def close(self) -> None:
-        self._out.synchronize()
-        self._in.synchronize()
-        self._metrics.allocated_l0(-self._landing.numel())
-        self._landing = self._landing[:0]
-
-
-class _CudaEvent:
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self.event = torch.cuda.Event(blocking=True)  # a host thread that waits for it sleeps
-        self.event.record(stream)
-
-    def wait(self) -> None:
-        self.event.synchronize()
-
-
-def _wait_on(stream: torch.cuda.Stream, event: Event) -> None:
-    if isinstance(event, BothEvents):
-        _wait_on(stream, event.first)
-        _wait_on(stream, event.second)
-        return
-    assert isinstance(event, _CudaEvent)
-    stream.wait_event(event.event)
-
-
-def make_engine(device: torch.device, metrics: Metrics) -> CopyEngine:
-    """The engine for a device.
-
-    Raises:
-        UnsupportedModelError: the device is neither a CUDA device nor the CPU.
-    """
-    if device.type == "cuda":
-        return CudaCopyEngine(device, metrics)
-    if device.type == "cpu":
-        return CpuCopyEngine(device, metrics)
-    raise UnsupportedModelError(f"the model's layers are on {device}: only CUDA devices and the CPU are supported")

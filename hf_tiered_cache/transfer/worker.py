@@ -25,10 +25,12 @@ class Worker:
     Args:
         name: of the thread.
         niceness: by how much its priority is lowered, on Linux.
+        enter: called first on the thread.
     """
 
-    def __init__(self, name: str, niceness: int) -> None:
+    def __init__(self, name: str, niceness: int, enter: Callable[[], None] = lambda: None) -> None:
         self._niceness = niceness
+        self._on_enter = enter
         self._thread: threading.Thread | None = None
         self._executor = ThreadPoolExecutor(1, f"hf-tiered-{name}", initializer=self._enter)
 
@@ -36,17 +38,22 @@ class Worker:
         """Queue a task; its result or exception is in the future."""
         return self._executor.submit(task)
 
-    def close(self) -> None:
-        """Drop the tasks that have not begun, finish the one that has, end the thread. May be called twice."""
+    def close(self, finish: bool = False) -> None:
+        """Drop the tasks that have not begun, finish the one that has, end the thread. May be called twice.
+
+        Args:
+            finish: drop none of them, run all.
+        """
         # The garbage collector may close an owner from this very thread, which cannot wait for itself.
         wait = threading.current_thread() is not self._thread
-        self._executor.shutdown(wait=wait, cancel_futures=True)
+        self._executor.shutdown(wait=wait, cancel_futures=not finish)
 
     def _enter(self) -> None:
         self._thread = threading.current_thread()
         if sys.platform == "linux":  # only there a thread has a priority of its own
             with suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self._niceness)
+        self._on_enter()
 
 
 class AwaitedFirst:
@@ -102,5 +109,7 @@ class AwaitedFirst:
                 result = task()
             except BaseException as error:
                 future.set_exception(error)
+                # The error holds this frame: no cycle, which would keep all that the task holds.
+                del future, task
             else:
                 future.set_result(result)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import errno
-import gc
 import mmap
-from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -91,66 +89,6 @@ class TestHostTier(TierContract):
         assert tier.used_bytes == tier.mapped_bytes == tier.blocks == 0
         tier.write(key(0), BF16, payload_of(BF16, 0)).result()
         tier.close()
-
-    @pytest.mark.parametrize("used_in_inference_mode", [True, False])
-    def test_pages_are_locked_while_cuda_is_in_use(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, used_in_inference_mode: bool
-    ) -> None:
-        driver = FakeDriver(limit_bytes=3 * self.make(tmp_path).occupied_bytes(BF16))
-        driver.install(monkeypatch)
-        tier = self.make(tmp_path)
-        with torch.inference_mode(used_in_inference_mode):
-            for index in range(3):
-                tier.write(key(index), BF16, payload_of(BF16, index)).result()
-        assert {tier.tensor(key(index)).data_ptr() for index in range(3)} == set(driver.locked)
-        assert not tier.tensor(key(0)).is_inference()
-        with pytest.raises(TierFullError, match="cannot be page-locked"):
-            tier.write(key(3), BF16, payload_of(BF16, 3))
-        assert tier.used_bytes == 3 * tier.occupied_bytes(BF16)
-        tier.delete(key(0))
-        tier.write(key(3), BF16, payload_of(BF16, 3)).result()
-        tier.close()
-        assert not driver.locked
-
-    def test_forgotten_tier_unlocks_its_pages(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        driver = FakeDriver(limit_bytes=1 << 30)
-        driver.install(monkeypatch)
-        tier = self.make(tmp_path)
-        tier.write(key(0), BF16, payload_of(BF16, 0)).result()
-        assert driver.locked
-        del tier
-        gc.collect()
-        assert not driver.locked
-
-
-class FakeDriver:
-    """CUDA's calls to lock and unlock pages, with a limit."""
-
-    def __init__(self, limit_bytes: int) -> None:
-        self.limit_bytes = limit_bytes
-        self.locked: dict[int, int] = {}
-
-    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: device)
-        monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext(self.check_device(device)))
-        monkeypatch.setattr(torch.cuda, "cudart", lambda: self)
-
-    def check_device(self, device: int) -> None:
-        assert device == 1, "the first device is not in use"
-
-    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802
-        assert flags == 1 and address % mmap.PAGESIZE == 0 and nbytes % mmap.PAGESIZE == 0
-        assert address not in self.locked
-        if sum(self.locked.values()) + nbytes > self.limit_bytes:
-            return 2
-        self.locked[address] = nbytes
-        return 0
-
-    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
-        del self.locked[address]
-        return 0
 
 
 class TestNvmeTier(StorageTierContract):

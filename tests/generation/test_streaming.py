@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from packaging.version import Version
@@ -34,6 +33,7 @@ from hf_tiered_cache import KVCacheManager, TieredCache, TieredCacheError, TierR
 from hf_tiered_cache.attention import TIERED, PendingAttention, tiered_attention_forward, tiered_mask
 from hf_tiered_cache.cache import _say_once_that_layers_are_gathered
 from hf_tiered_cache.online_attention import AttentionRule, OnlineAttention
+from hf_tiered_cache.row_map import RowMap
 from hf_tiered_cache.streaming_models import STREAMING_MODELS
 
 from .modes import BLOCK_TOKENS, MODES, WINDOW_TOKENS, Outcome, cache_argument, prompt
@@ -164,7 +164,7 @@ def _in_parts(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, blo
         stored = [
             states[:, :, :cut].unflatten(2, (blocks, -1)).permute(2, 0, 1, 3, 4) for states in (keys, values)
         ]
-        online.add_blocks(stored[0].contiguous(), stored[1].contiguous(), 0, np.arange(1))
+        online.add_blocks(stored[0].contiguous(), stored[1].contiguous(), 0, RowMap([0]))
         return online.finish()
 
 

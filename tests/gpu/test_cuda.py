@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import DynamicCache
 
 from hf_tiered_cache import AttentionRule, KVCacheManager, TieredCache, TieredCacheConfig
+from hf_tiered_cache.blocks import BlockKey, BlockLayout
 from hf_tiered_cache.kernels import Problem, Scoring, attend, kernel_for
-from hf_tiered_cache.metrics import L0Account
-from hf_tiered_cache.transfer.engine import CudaCopyEngine
+from hf_tiered_cache.metrics import L0Account, Metrics
+from hf_tiered_cache.tiers.host import HostTier
+from hf_tiered_cache.transfer.cuda import CudaCopyEngine
 
 from ..fakes import POISON, pieces, random_kv
 from ..models import generate, prompt_ids, tiny_llama
@@ -215,6 +220,109 @@ def test_accounting_matches_the_allocator() -> None:
         assert abs(taken - manager.stats().l0_bytes) < 0.02 * taken + (1 << 20)
     torch.cuda.synchronize()
     assert torch.cuda.memory_allocated() - before < 1 << 20
+
+
+def test_the_landing_buffer_goes_with_the_engine() -> None:
+    size, rounding = 8 << 20, 2 << 20
+    metrics = Metrics()
+    before = torch.cuda.memory_allocated()
+    engine = CudaCopyEngine(torch.device("cuda", 0), metrics)
+    source, target = engine.allocate_host(size).random_(), engine.allocate(size)
+    engine.copy_in(source, lambda landed: [(target, landed)], engine.record_compute())
+    engine.finish_copies_in()
+    assert torch.equal(target.cpu(), source)
+    assert metrics.l0_bytes == 2 * size
+    assert abs(torch.cuda.memory_allocated() - before - 2 * size) < rounding
+    engine.close()
+    assert metrics.l0_bytes == size
+    assert abs(torch.cuda.memory_allocated() - before - size) < rounding
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_source_on_the_device_is_read_when_it_is_complete(whole: bool, waits: bool) -> None:
+    """The control, which does not wait for it, reads what was there before."""
+    engine = CudaCopyEngine(torch.device("cuda", 0), Metrics())
+    source, target = engine.allocate(1 << 20).zero_(), engine.allocate(1 << 20).zero_()
+    after = engine.record_compute()
+    torch.cuda._sleep(50 * _DELAY_CYCLES)
+    source.fill_(7)
+    ready = engine.record_compute() if waits else after
+    if whole:
+        engine.copy_in_whole(source, target, after, ready)
+    else:
+        engine.copy_in(source, lambda landed: [(target, landed)], after, ready)
+    engine.compute_waits(engine.record_copy_in())
+    assert bool((target == 7).all()) is waits
+    engine.close()
+
+
+def test_events_are_used_again() -> None:
+    engine = CudaCopyEngine(torch.device("cuda", 0), Metrics())
+    for _ in range(100):
+        engine.compute_waits(engine.record_copy_in())
+    assert sum(map(len, engine._events._idle.values())) == 1
+    engine.close()
+
+
+def test_host_memory_is_page_locked() -> None:
+    tier = HostTier("host", None, 1 << 20, TieredCacheConfig())
+    layout = BlockLayout(1, 2, 8, 2, 8, 16, torch.float32)
+    payload = np.ones((layout.rows, layout.row_elements), np.uint32)
+    for index in range(2):
+        tier.write(BlockKey("a", 0, index, 0), layout, payload).result()
+        tier.lock_pages(torch.device("cuda", 0))
+    unlocked, locked = (tier.tensor(BlockKey("a", 0, index, 0)) for index in range(2))
+    assert locked.is_pinned() and not unlocked.is_pinned()
+    for tensor in (unlocked, locked):
+        assert torch.equal(tensor.to("cuda", non_blocking=True).cpu(), tensor)
+    del unlocked, locked, tensor
+    tier.close()
+
+
+def test_one_thread_on_two_streams() -> None:
+    """Buffers go from one request to the other, whose streams do not wait for each other."""
+    config = TieredCacheConfig(window_tokens=32, block_tokens=16, prefetch_layers=1)
+    requests = {name: [[part.cuda() for part in random_kv(300)] for _ in range(2)] for name in "ab"}
+    streams = {name: torch.cuda.Stream() for name in requests}
+    torch.cuda.synchronize()
+    results = []
+    with KVCacheManager(config, engine_factory=LateCudaEngine) as manager:
+        for piece in pieces(300, [90, 1, 17]):
+            for name, layers in requests.items():
+                with torch.cuda.stream(streams[name]):
+                    if not piece.start:
+                        manager.allocate(name)
+                    for layer_id, (key, value) in enumerate(layers):
+                        found = manager.update(name, layer_id, key[:, :, piece], value[:, :, piece])
+                        torch.cuda._sleep(_DELAY_CYCLES)
+                        results += [
+                            (states.clone(), whole[:, :, : piece.stop])
+                            for states, whole in zip(found, (key, value), strict=True)
+                        ]
+        torch.cuda.synchronize()
+        assert all(torch.equal(found, expected) for found, expected in results)
+
+
+_ON_THE_SECOND_GPU = """
+import torch
+from hf_tiered_cache import KVCacheManager, TieredCacheConfig
+with KVCacheManager(TieredCacheConfig(window_tokens=32, block_tokens=16, host_capacity="1MiB")) as manager:
+    manager.allocate("a")
+    key = torch.randn(1, 2, 300, 8, device="cuda:1")
+    for first in (0, 100, 200):
+        for layer in range(3):
+            manager.update("a", layer, key[:, :, first : first + 100], key[:, :, first : first + 100])
+    manager.flush()
+assert torch.cuda.current_device() == 0
+assert not torch._C._cuda_hasPrimaryContext(0), "the first device is in use"
+"""
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_nothing_is_done_on_the_first_gpu() -> None:
+    """In a process of its own, in which nobody else has used it."""
+    subprocess.run([sys.executable, "-c", _ON_THE_SECOND_GPU], check=True, timeout=200)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")

@@ -13,7 +13,7 @@ PACKAGE = Path(hf_tiered_cache.__file__).parent
 
 # Each module imports from strictly lower rows; see "Modules" in docs/decisions.md.
 ROWS = [
-    {"errors", "host_memory", "values"},
+    {"errors", "host_memory", "row_map", "values"},
     {
         "config",
         "continuation",
@@ -27,8 +27,8 @@ ROWS = [
         "stock_layers",
     },
     {"workspace", "locks", "places", "eviction", "geometry", "tiers.base", "transfer.engine"},
-    {"replay", "tiers.host", "tiers.nvme", "tiers.zarr", "transfer.staging", "window", "kernels"},
-    {"tiers", "layers", "online_attention", "buffers", "pressure", "passes"},
+    {"replay", "tiers.host", "tiers.nvme", "tiers.zarr", "transfer.staging", "transfer.cuda", "window", "kernels"},
+    {"tiers", "layers", "online_attention", "buffers", "pressure", "passes", "transfer.devices"},
     {"garbage", "tier_choice", "requests", "windows", "placement"},
     {"residency"},
     {"mover", "resident"},

@@ -69,7 +69,7 @@ def test_row_maps_are_what_moving_data_would_give(steps: list[object]) -> None:
         for indices, run in table.runs(range(len(table))):
             assert {table.blocks[index].layout for index in indices} == {run.layout}
             for index in indices:
-                found[index] = [(id(table.blocks[index]), int(row)) for row in run.rows]
+                found[index] = [(id(table.blocks[index]), int(row)) for row in run.row_map.rows]
         assert [found[index] for index in range(len(model))] == model
 
 
@@ -91,5 +91,5 @@ def test_reordering_a_fork_leaves_the_original_alone() -> None:
     table.seal(LAYOUT)
     twin = table.fork("b", 0)
     twin.select_rows(np.array([2, 2]))
-    assert [run.rows.tolist() for _, run in table.runs([0])] == [[0, 1, 2]]
-    assert [run.rows.tolist() for _, run in twin.runs([0])] == [[2, 2]]
+    assert [run.row_map.rows.tolist() for _, run in table.runs([0])] == [[0, 1, 2]]
+    assert [run.row_map.rows.tolist() for _, run in twin.runs([0])] == [[2, 2]]

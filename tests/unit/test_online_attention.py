@@ -15,6 +15,7 @@ from hf_tiered_cache.errors import ConfigError
 from hf_tiered_cache.kernels import KERNELS, Problem, Scoring, attend, kernel_for
 from hf_tiered_cache.metrics import L0Account, Metrics
 from hf_tiered_cache.online_attention import AttentionRule, OnlineAttention
+from hf_tiered_cache.row_map import RowMap
 
 BLOCK_TOKENS, HEAD_DIM, KV_HEADS = 16, 8, 2
 
@@ -78,9 +79,10 @@ def test_any_parts(data: st.DataObject) -> None:
                 start = blocks * BLOCK_TOKENS + part.start
                 attention.add(*(states[:, :, part] for states in in_memory), start)
         cut = data.draw(st.integers(0, blocks), "block cut")
+        row_map = RowMap(rows)
         for part in (slice(0, cut), slice(cut, blocks)):
             if part.stop > part.start:
-                attention.add_blocks(stored[0][part], stored[1][part], part.start * BLOCK_TOKENS, rows)
+                attention.add_blocks(stored[0][part], stored[1][part], part.start * BLOCK_TOKENS, row_map)
         output = attention.finish()
     whole = [
         torch.cat([old[:, rows].permute(1, 2, 0, 3, 4).flatten(2, 3), new], dim=2)
@@ -145,6 +147,7 @@ def problem(**changes: Any) -> Problem:
         "value_dim": 128,
         "biased": False,
         "softcap": False,
+        "flash": True,
     }
     return Problem(**(usual | changes))
 
@@ -156,6 +159,7 @@ def problem(**changes: Any) -> Problem:
         ({"key_dim": 256, "value_dim": 256}, "cuda flash"),
         ({"dtype": torch.float32}, "cuda efficient"),
         ({"biased": True}, "cuda efficient"),
+        ({"flash": False}, "cuda efficient"),
         ({"key_dim": 192}, "cuda efficient"),
         ({"key_dim": 512, "value_dim": 512}, "cuda efficient"),
         ({"capability": (7, 5), "dtype": torch.float16}, "cuda efficient"),

@@ -1,0 +1,83 @@
+"""Which stored row of a block each row of the batch reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+
+@dataclass(frozen=True, eq=False)
+class RowGroup:
+    """The batch rows `members` that read one stored row; `index` is the same on a device."""
+
+    stored_row: int
+    members: list[int]
+    index: torch.Tensor
+
+
+class RowMap:
+    """For each batch row the stored row that it reads. Never changes.
+
+    Its tensors on a device are made once for each stream that computes with them: on a stream of their own, the
+    others would have to wait for it.
+
+    Args:
+        rows: 1-D.
+    """
+
+    def __init__(self, rows: Sequence[int] | np.ndarray[Any, Any]) -> None:
+        self.rows: np.ndarray[Any, np.dtype[np.int64]] = np.asarray(rows, np.int64)
+        self._ascending = np.array_equal(self.rows, np.arange(len(self.rows)))
+        self._indices: dict[object, torch.Tensor] = {}
+        self._groups: dict[object, list[RowGroup]] = {}
+
+    def is_identity(self, stored_rows: int) -> bool:
+        """Whether each batch row reads its own, of so many."""
+        return self._ascending and len(self.rows) == stored_rows
+
+    def select(self, rows: Sequence[int] | np.ndarray[Any, Any]) -> RowMap:
+        """Batch row `i` reads what row `rows[i]` of this map reads."""
+        return RowMap(self.rows[np.asarray(rows)])
+
+    def index(self, device: torch.device) -> torch.Tensor:
+        """The map, int64, for what is computed on the current stream of a device."""
+        key = _stream_of(device)
+        if key not in self._indices:
+            self._indices[key] = index_on(self.rows, device)
+        return self._indices[key]
+
+    def groups(self, device: torch.device) -> list[RowGroup]:
+        """The batch rows by the stored row that they read, for what is computed on a device's current stream."""
+        key = _stream_of(device)
+        if key not in self._groups:
+            order = np.argsort(self.rows, kind="stable")
+            stored, counts = np.unique(self.rows, return_counts=True)
+            ends = np.cumsum(counts)
+            whole = index_on(order, device)
+            self._groups[key] = [
+                RowGroup(int(row), order[end - count : end].tolist(), whole[end - count : end])
+                for row, count, end in zip(stored, counts.tolist(), ends.tolist(), strict=True)
+            ]
+        return self._groups[key]
+
+
+def index_on(rows: np.ndarray[Any, Any], device: torch.device) -> torch.Tensor:
+    """An index tensor on a device, for its current stream. The host does not wait for the copy, if pages can be
+    locked."""
+    with torch.inference_mode(False):
+        index = torch.from_numpy(np.asarray(rows, np.int64))
+        if device.type != "cuda":
+            return index.to(device)
+        try:
+            pinned = index.pin_memory()
+        except RuntimeError:  # the system refuses to lock pages
+            return index.to(device)
+        return pinned.to(device, non_blocking=True)
+
+
+def _stream_of(device: torch.device) -> object:
+    return torch.cuda.current_stream(device) if device.type == "cuda" else device
