@@ -73,7 +73,7 @@ class Lane:
         self._residency = residency
         self._write_back = write_back
         self._metrics = metrics
-        self._staging = StagingPool(engine, staging_blocks)
+        self._staging = StagingPool(engine, staging_blocks, metrics)
         if engine.wants_page_locks:
             next(iter(residency.tiers.values())).lock_pages(engine.device)
         self._pack = SlotRing(

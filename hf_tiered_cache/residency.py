@@ -103,7 +103,7 @@ class Residency:
         unneeded = []
         for block in blocks:
             block.references -= 1
-            if block.references == 0:
+            if block.references == 0 and block.slot >= 0:  # else an interrupt struck while it was being sealed
                 unneeded.append(block)
         for block in unneeded:
             if block.resident is not None:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from .layers import LayerState
-from .locks import timed_condition
+from .locks import ThreadReference, this_thread, timed_condition
 from .metrics import L0Account, Metrics
 from .stream import BlockStream
 from .transfer.engine import CopyEngine, Event
@@ -43,8 +43,8 @@ class Seats:
         self._limit = limit
         self._changed = timed_condition(metrics)
         self._idle: list[Seat] = []
-        self._waiting: deque[object] = deque()
-        self._made = 0
+        self._waiting: deque[ThreadReference] = deque()
+        self._sitting: dict[ThreadReference, Seat] = {}
 
     @contextmanager
     def seat(self, owner: object) -> Iterator[Seat]:
@@ -68,7 +68,7 @@ class Seats:
             seat = next((seat for seat in self._idle if seat.owner is owner), None)
             if seat is None:
                 return False
-            self._idle.remove(seat)
+            self._sit_down(seat)
         try:
             return use(seat)
         finally:
@@ -90,8 +90,9 @@ class Seats:
         self._idle.clear()
 
     def _take(self, owner: object) -> Seat:
-        ticket = object()
+        ticket = this_thread().reference
         with self._changed:
+            self._forget_interrupted(ticket)
             self._waiting.append(ticket)
             try:
                 while True:
@@ -107,15 +108,31 @@ class Seats:
     def _choose(self, owner: object) -> Seat | None:
         """The request's own, else the one that was given back first, else a new one."""
         if self._idle:
-            chosen = next((seat for seat in self._idle if seat.owner is owner), self._idle[0])
-            self._idle.remove(chosen)
-            return chosen
-        if self._made < self._limit:
-            self._made += 1
-            return Seat(L0Account(self._metrics))
+            return self._sit_down(next((seat for seat in self._idle if seat.owner is owner), self._idle[0]))
+        ended = next((reference for reference in self._sitting if reference() is None), None)
+        if ended is not None:  # by an interrupt, in its seat
+            self._idle.append(self._sitting.pop(ended))
+            return self._choose(owner)
+        if len(self._sitting) < self._limit:
+            return self._sit_down(Seat(L0Account(self._metrics)))
         return None
+
+    def _sit_down(self, seat: Seat) -> Seat:
+        self._sitting[this_thread().reference] = seat
+        if seat in self._idle:
+            self._idle.remove(seat)
+        return seat
+
+    def _forget_interrupted(self, ticket: ThreadReference) -> None:
+        """A thread that comes does not wait or sit yet, unless an interrupt has thrown it out of its seat."""
+        if ticket in self._waiting:
+            self._waiting.remove(ticket)
+        lost = self._sitting.pop(ticket, None)
+        if lost is not None and lost not in self._idle:
+            self._idle.append(lost)
 
     def _give_back(self, seat: Seat) -> None:
         with self._changed:
             self._idle.append(seat)
+            self._sitting.pop(this_thread().reference, None)
             self._changed.notify_all()

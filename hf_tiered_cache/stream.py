@@ -97,7 +97,8 @@ class _Load:
 class BlockStream:
     """The buffers of one device, and the loads into them in the order in which they will be read.
 
-    Used by one thread at a time. A layer that was not expected next makes it start over.
+    Used by one thread at a time. A layer that was not expected next makes it start over, and so does an interrupt
+    (Ctrl-C) that struck while loads were being handed on: then it is not `_settled`.
 
     Args:
         lane: of the device.
@@ -119,7 +120,9 @@ class BlockStream:
         self._free = deque(self._buffers)
         self._storage_lock = threading.Lock()  # of the buffers' `storage`, which the prefetch thread may give up
         self._queue: deque[_Load] = deque()
+        self._begun: list[_Load] = []  # those that have a buffer
         self._given_up: list[_Load] = []  # cancelled, and not ended yet
+        self._settled = True
 
     def read(self, layer: LayerState, following: Following) -> Iterator[Part]:
         """All sealed blocks of a layer, in order. Blocks while storage is behind, which is counted as a stall.
@@ -133,6 +136,7 @@ class BlockStream:
         """
         position = 0
         while position < len(layer.table):
+            self._unsettle()
             load = self._next(layer, position, in_step=position > 0)
             try:
                 self._look_ahead(load, following)
@@ -143,28 +147,47 @@ class BlockStream:
                 raise
             finally:
                 self._end(load)
+                self._settled = True
+            self._unsettle()
             load.let_go()
             self._look_ahead(load, following)
+            self._settled = True
             position = load.end_block
 
     def look_ahead(self, layer: LayerState, following: Following) -> bool:
         """Start to load what comes after a layer, if nothing is being loaded yet. Whether anything was started."""
         upcoming = next((target for target in following(layer) if len(target.table)), None)
-        if self._queue or upcoming is None:
+        if (self._queue and self._settled) or upcoming is None:
             return False
+        self._unsettle()
         self._queue.append(self._start(upcoming, 0))
         self._look_ahead(self._queue[0], following)
+        self._settled = True
         return True
 
     def discard(self, layer: LayerState) -> None:
         """Forget what is being loaded, if a part of it is this layer's, which goes away."""
-        if any(load.layer is layer for load in self._queue):
+        if any(load.layer is layer for load in self._begun):
             self.start_over()
 
     def start_over(self) -> None:
         """Forget all loads under way."""
-        while self._queue:
-            self._cancel(self._queue.popleft())
+        self._unsettle()
+        self._cancel_queued()
+        self._settled = True
+
+    def _unsettle(self) -> None:
+        """Loads are about to be handed on. If that was interrupted the last time, all of them are given up."""
+        if not self._settled:
+            for load in self._begun:
+                load.cancelled = True
+                load.buffer.released = self._lane.engine.record_compute()
+            for load in self._begun:
+                self._release_after(load)
+            self._queue.clear()
+            self._free = deque(self._buffers)
+            self._begun.clear()
+        self._settled = False
 
     def close(self) -> None:
         """Give the memory up. The lane is closed: nothing is being loaded."""
@@ -183,7 +206,7 @@ class BlockStream:
         foreseen = bool(self._queue) and self._queue[0].is_next(layer, first_block)
         if not foreseen:
             if not in_step:
-                self.start_over()
+                self._cancel_queued()
             elif not self._free:
                 self._cancel(self._queue.pop())
             self._queue.appendleft(self._start(layer, first_block, awaited=True))
@@ -223,6 +246,7 @@ class BlockStream:
             self._grow(buffer, nbytes, layout.nbytes)
             del chosen[buffer.storage.numel() // layout.nbytes :]
             load = _Load(layer, first_block, chosen, buffer, buffer.storage, buffer.released)
+        self._begun.append(load)
         self._free.remove(buffer)
         self._residency.retain(chosen)
         load.task = self._lane.worker.submit(lambda: self._run(load), awaited)
@@ -316,21 +340,31 @@ class BlockStream:
 
     def _put_back(self, load: _Load) -> None:
         self._free.append(load.buffer)
-        assert load.task is not None
-        blocks, release = load.blocks, self._residency.release
-        load.task.add_done_callback(lambda _: release(blocks))
-        # Neither does the callback hold the load, nor the load its task, or the error in it: a cycle would keep
-        # the buffer until the garbage collector runs.
-        load.task = None
+        self._begun.remove(load)
+        self._release_after(load)
+
+    def _release_after(self, load: _Load) -> None:
+        """Give the blocks back when the load has ended."""
+        task, load.task = load.task, None
+        if task is not None:
+            # Neither does the callback hold the load, nor the load its task, or the error in it: a cycle would
+            # keep the buffer until the garbage collector runs.
+            blocks, release = load.blocks, self._residency.release
+            task.add_done_callback(lambda _: release(blocks))
 
     def _cancel(self, load: _Load) -> None:
         """Nobody will read this load."""
         load.cancelled = True
         self._given_up.append(load)
+        task = load.task
+        assert task is not None
         # The prefetch thread does one thing at a time: what it still does here precedes the buffer's next load.
         self._put_back(load)
-        assert load.task is not None
-        load.task.add_done_callback(lambda _: self._gone(load))
+        task.add_done_callback(lambda _: self._gone(load))
+
+    def _cancel_queued(self) -> None:
+        while self._queue:
+            self._cancel(self._queue.popleft())
 
     def _gone(self, load: _Load) -> None:
         """A cancelled load has ended; on any thread."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,6 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from ..blocks import Bits, BlockLayout, as_bits
+from ..locks import ThreadReference, this_thread, timed_condition
+from ..metrics import Metrics
 from .engine import CopyEngine, Event
 
 
@@ -36,13 +37,14 @@ class StagingPool:
     Args:
         engine: allocates the buffers (page-locked on CUDA).
         slots: how many there are.
+        metrics: counts waits for the lock.
     """
 
-    def __init__(self, engine: CopyEngine, slots: int) -> None:
+    def __init__(self, engine: CopyEngine, slots: int, metrics: Metrics) -> None:
         self._engine = engine
-        self._condition = threading.Condition()
+        self._condition = timed_condition(metrics)
         self._wakes = 0
-        self._waiting: deque[object] = deque()
+        self._waiting: deque[ThreadReference] = deque()
         self._free = [StagingSlot(self, engine.allocate_host(0)) for _ in range(slots)]
 
     @property
@@ -57,10 +59,11 @@ class StagingPool:
             nbytes: size needed.
             check: called before each wait; what it raises ends the wait. `wake` has it called again.
         """
-        ticket = object()
-        with self._condition:
-            self._waiting.append(ticket)
+        ticket = this_thread().reference
         try:
+            with self._condition:
+                self._leave_queue(ticket)  # an interrupt may have left it there
+                self._waiting.append(ticket)
             while (slot := self._pop_for(ticket)) is None:
                 wakes = self._wakes
                 check()  # without the lock: it may look at what holds the slots
@@ -69,8 +72,7 @@ class StagingPool:
                         self._condition.wait()
         finally:
             with self._condition:
-                self._waiting.remove(ticket)
-                self._condition.notify_all()
+                self._leave_queue(ticket)
         if slot.buffer.numel() < nbytes:
             try:
                 slot.buffer = self._engine.allocate_host(nbytes)
@@ -88,10 +90,15 @@ class StagingPool:
             self._free.append(slot)
             self._condition.notify_all()
 
-    def _serves(self, ticket: object) -> bool:
+    def _leave_queue(self, ticket: ThreadReference) -> None:
+        if ticket in self._waiting:
+            self._waiting.remove(ticket)
+            self._condition.notify_all()
+
+    def _serves(self, ticket: ThreadReference) -> bool:
         return bool(self._free) and self._waiting[0] is ticket
 
-    def _pop_for(self, ticket: object) -> StagingSlot | None:
+    def _pop_for(self, ticket: ThreadReference) -> StagingSlot | None:
         with self._condition:
             return self._free.pop() if self._serves(ticket) else None
 
@@ -130,9 +137,13 @@ class SlotRing:
     def next(self, nbytes: int) -> torch.Tensor:
         """The buffer whose turn it is, free to be overwritten, cut to `nbytes`. May block; see `wait`."""
         buffer, copied = self._slots[0]
-        self._slots[0] = (buffer, None)  # first, so that a copy that failed is reported once
         if copied is not None:
-            self._wait(copied)
+            try:
+                self._wait(copied)
+            except Exception:  # not an interrupt, after which it is still being copied
+                self._slots[0] = (buffer, None)  # a copy that failed is reported once
+                raise
+            self._slots[0] = (buffer, None)
             self._recycled(buffer)
         if buffer.numel() < nbytes:
             self.retire()
@@ -147,8 +158,9 @@ class SlotRing:
 
     def busy_until(self, event: Event) -> None:
         """The buffer that `next` gave is being copied, until `event`; the turn goes on."""
-        buffer, _ = self._slots.popleft()
-        self._slots.append((buffer, event))
+        buffer, _ = self._slots[0]
+        self._slots[0] = (buffer, event)
+        self._slots.rotate(-1)
 
     def close(self) -> None:
         """Give the memory up; all copies have finished."""

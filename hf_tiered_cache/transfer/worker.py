@@ -32,6 +32,7 @@ class Worker:
         self._niceness = niceness
         self._on_enter = enter
         self._thread: threading.Thread | None = None
+        self._entering = threading.Lock()
         self._executor = ThreadPoolExecutor(1, f"hf-tiered-{name}", initializer=self._enter)
 
     def submit(self, task: Callable[[], T]) -> Future[T]:
@@ -49,7 +50,10 @@ class Worker:
         self._executor.shutdown(wait=wait, cancel_futures=not finish)
 
     def _enter(self) -> None:
-        self._thread = threading.current_thread()
+        with self._entering:
+            first, self._thread = self._thread, self._thread or threading.current_thread()
+        if first is not None:  # an interrupt has let the executor forget it: two would mix up the order
+            first.join()
         if sys.platform == "linux":  # only there a thread has a priority of its own
             with suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self._niceness)
@@ -66,6 +70,7 @@ class AwaitedFirst:
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         self._lock = threading.Lock()
+        self._closing = False
         self._awaited: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
         self._ahead: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
 
@@ -79,7 +84,7 @@ class AwaitedFirst:
         future: Future[T] = Future()
         with self._lock:
             (self._awaited if awaited else self._ahead).append((future, task))
-        self._worker.submit(self._run_next)
+        self._worker.submit(self._run_queued)
         return future
 
     def hurry(self, future: Future[Any]) -> None:
@@ -92,6 +97,7 @@ class AwaitedFirst:
 
     def close(self) -> None:
         """Drop the tasks that have not begun, finish the one that has, end the thread. May be called twice."""
+        self._closing = True
         self._worker.close()
         with self._lock:
             dropped = [*self._awaited, *self._ahead]
@@ -101,9 +107,17 @@ class AwaitedFirst:
             future.cancel()
             future.set_running_or_notify_cancel()
 
-    def _run_next(self) -> None:
+    def _run_queued(self) -> None:
+        """Run all that is queued: an interrupt may have come between a task and the call of this for it."""
+        while not self._closing and self._run_next():
+            pass
+
+    def _run_next(self) -> bool:
         with self._lock:
-            future, task = (self._awaited or self._ahead).popleft()
+            queue = self._awaited or self._ahead
+            if not queue:
+                return False
+            future, task = queue.popleft()
         if future.set_running_or_notify_cancel():
             try:
                 result = task()
@@ -113,3 +127,4 @@ class AwaitedFirst:
                 del future, task
             else:
                 future.set_result(result)
+        return True

@@ -247,7 +247,7 @@ class TestPinsOfHostBlocks:
                         residency.arrive_locked(block, lower)
                 with residency.changed:
                     residency.remove_copy_locked(block, "host")
-                residency.collect()
+                residency.garbage.collect_all()
                 blocks.append(block)
 
         monkeypatch.setattr(Lane, "keep", keep_and_throw_out)
