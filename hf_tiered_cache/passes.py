@@ -223,9 +223,10 @@ class ForwardPasses:
         elif last.is_running_elsewhere:
             raise _two_threads()
         else:
+            where = "in" if min(missing) in last.before else "before"
             raise TieredCacheError(
-                f"the last forward pass ended before layer {min(missing)} was updated, by an error or an "
-                f"interrupt. Layers hold different tokens, and to go on would be wrong: {_REMEDY}"
+                f"the last forward pass ended with an error {where} layer {min(missing)}, or was interrupted there. "
+                f"Layers hold different tokens, and to go on would be wrong: {_REMEDY}"
             )
 
     def check_changes(self) -> None:
