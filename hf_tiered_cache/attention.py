@@ -176,6 +176,11 @@ def tiered_attention_forward(
             'the model selects keys by indices, which the "tiered" attention does not do: '
             'call model.set_attn_implementation("sdpa")'
         )
+    if kwargs.get("output_attentions"):
+        raise UnsupportedModelError(
+            'the "tiered" attention computes no weights to return: leave out output_attentions=True, or call '
+            'model.set_attn_implementation("eager")'
+        )
     if pending is not None:
         _check_supported(pending.layer_idx, dropout, causal, kwargs)
         return pending.attend(query, key, value, rule), None

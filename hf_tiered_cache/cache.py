@@ -260,7 +260,7 @@ class TieredCache(DynamicCache):
     @torch.compiler.disable(reason=UNTRACED)
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Length and offset of the keys that so many new tokens of a layer will attend to."""
-        self._passes.announce()
+        self._passes.announce(self.layers)
         sizes: tuple[int, int] = super().get_mask_sizes(query_length, layer_idx)
         return sizes
 

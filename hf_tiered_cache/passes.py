@@ -111,6 +111,7 @@ class ForwardPasses:
         self._cropping: dict[int, int] | None = None
         self._generating: GenerateCall | None = None
         self._streams_next = False
+        self._states_next: dict[int, StateMark | None] | None = None
         self._all_seen = False
         self._never_updated: set[int] = set()
         # A lock of C: no interrupt strikes between its taking and the `with` that gives it back.
@@ -118,10 +119,22 @@ class ForwardPasses:
 
     # -- updates ----------------------------------------------------------------------------------------------
 
-    def announce(self) -> None:
+    def announce(self, layers: Sequence[Any]) -> None:
         """A model asks for the size of a mask: a forward pass is about to begin. Whether it streams, the mask
-        function tells next; see `announce_streaming`."""
+        function tells next; see `announce_streaming`.
+
+        Raises:
+            TieredCacheError: the pass before ended when it had changed recurrent states, and nothing else yet.
+        """
         self._streams_next = False
+        recurrent = recurrent_layers(layers)
+        if recurrent:
+            if any(
+                has_changed(layers[i], mark) for i, mark in (self._states_next or {}).items() if mark is not None
+            ):
+                self._changing = "the last forward pass"
+                self.check_changes()
+            self._states_next = {layer_idx: state_mark(layers[layer_idx]) for layer_idx in recurrent}
         _sized.passes = weakref.ref(self)
 
     def announce_generation(self, call: GenerateCall, layers: Sequence[Any]) -> None:
@@ -173,7 +186,8 @@ class ForwardPasses:
             begun = ForwardPass.of_this_thread(forward)
             begun.streams, self._streams_next = self._streams_next and forward, False
             if forward:
-                begun.states = {i: state_mark(layers[i]) for i in recurrent_layers(layers)}
+                begun.states = self._states_next or {i: state_mark(layers[i]) for i in recurrent_layers(layers)}
+                self._states_next = None
                 begun.call = None if self._all_seen else GenerateCall.around(caller)
             self._pass = begun
             return begun
@@ -225,8 +239,8 @@ class ForwardPasses:
         else:
             where = "in" if min(missing) in last.before else "before"
             raise TieredCacheError(
-                f"the last forward pass ended with an error {where} layer {min(missing)}, or was interrupted there. "
-                f"Layers hold different tokens, and to go on would be wrong: {_REMEDY}"
+                f"the last forward pass ended with an error {where} layer {min(missing)}, or was interrupted "
+                f"there. Layers hold different tokens, and to go on would be wrong: {_REMEDY}"
             )
 
     def check_changes(self) -> None:
@@ -312,7 +326,7 @@ class ForwardPasses:
 
     def settle(self) -> None:
         """All layers are in order."""
-        self._pass = None
+        self._pass = self._states_next = None
         self._changing = self._cropping = None
 
 

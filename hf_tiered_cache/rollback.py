@@ -28,7 +28,8 @@ def crop_layers(layers: Sequence[Any], tokens_to_remove: int, passes: ForwardPas
     held = {i: layer.get_seq_length() for i, layer in enumerate(layers) if isinstance(layer, CacheLayerMixin)}
     if passes.is_complete(layers):
         targets = {layer_idx: max(0, tokens - tokens_to_remove) for layer_idx, tokens in held.items()}
-        removals = dict.fromkeys(stock, tokens_to_remove)
+        # Without anything to remove a layer may still have something to forget, if it records its past.
+        removals = {i: tokens_to_remove for i, layer in stock.items() if tokens_to_remove or records_past(layer)}
     else:
         targets = _targets(held, tokens_to_remove, passes)
         removals = {
