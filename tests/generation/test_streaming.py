@@ -227,6 +227,20 @@ class TestForModel:
             assert model.config.vision_config._attn_implementation == before
 
 
+class Layers(torch.nn.Module):
+    """What a cache sees of a model: it has its masks made for the "tiered" attention, then updates its layers."""
+
+    def forward(
+        self, cache: TieredCache, states: torch.Tensor, layer_idx: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Update one layer with K and V of these states, as the first one of a pass if it is layer 0."""
+        if layer_idx == 0:
+            queries = states.shape[2]
+            kv_length, kv_offset = cache.get_mask_sizes(queries, 0)
+            tiered_mask(1, queries, kv_length, q_offset=cache.get_query_offset(0), kv_offset=kv_offset)
+        return cache.update(states, states, layer_idx)
+
+
 class TestWhatCannotBeStreamed:
     """Partial K and V never reach another attention function silently."""
 
@@ -237,11 +251,11 @@ class TestWhatCannotBeStreamed:
             TieredCache(config=model.config, window_tokens=32, block_tokens=16) as cache,
         ):
             states = torch.randn(1, text_config(model).num_key_value_heads, 100, 8)
-            key, value = cache.update(states, states, 0)
+            key, value = Layers()(cache, states, 0)
             assert key.shape[2] == 100 and PendingAttention.of(key, value) is not None
             for _ in range(2):
                 with pytest.raises(UnsupportedModelError, match=r"layer 0 did not pass on"):
-                    cache.update(states, states, 1)
+                    Layers()(cache, states, 1)
             with pytest.raises(UnsupportedModelError, match="layer 0"):
                 copy.deepcopy(cache)
             cache.reset()
@@ -271,7 +285,7 @@ class TestWhatCannotBeStreamed:
             attention(model, TIERED),
             TieredCache(config=model.config, window_tokens=32, block_tokens=16) as cache,
         ):
-            key, value = cache.update(states, states, 0)
+            key, value = Layers()(cache, states, 0)
             with pytest.raises(UnsupportedModelError, match=r"which streaming attention does not do"):
                 tiered_attention_forward(torch.nn.Module(), states, key, value, None, **changed)
 
@@ -282,7 +296,7 @@ class TestWhatCannotBeStreamed:
             attention(model, TIERED),
             TieredCache(config=model.config, window_tokens=32, block_tokens=16) as cache,
         ):
-            key, value = cache.update(states, states, 0)
+            key, value = Layers()(cache, states, 0)
             tiered_attention_forward(torch.nn.Module(), states, key, value, None)
             with pytest.raises(UnsupportedModelError, match="twice"):
                 tiered_attention_forward(torch.nn.Module(), states, key, value, None)
