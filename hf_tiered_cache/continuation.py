@@ -19,8 +19,12 @@ from types import FrameType
 from typing import Any
 
 import torch
+import transformers
+from packaging.version import Version
 
 from .errors import ConfigError, UnsupportedModelError
+
+_CHUNKS_ARE_FED_AGAIN = Version(transformers.__version__) < Version("5.23")
 
 
 class GenerateCall:
@@ -79,6 +83,7 @@ class GenerationStart:
         input_tokens: `T`.
         total_tokens: length of the sequence that it means to continue, cached tokens included.
         assisted: whether candidates come from an assistant model or a prompt lookup.
+        chunked: whether the prompt is fed in chunks.
         uses_cache: whether it expects the cache to be used.
         encoder_decoder: whether the model has an encoder, whose keys and values need a cache of their own.
     """
@@ -89,6 +94,7 @@ class GenerationStart:
     input_tokens: int
     total_tokens: int
     assisted: bool
+    chunked: bool
     uses_cache: bool
     encoder_decoder: bool
 
@@ -123,6 +129,7 @@ class GenerationStart:
             input_tokens=input_tokens,
             total_tokens=total_tokens,
             assisted=getattr(frame.f_locals.get("generation_mode"), "value", None) == "assisted_generation",
+            chunked=getattr(settings, "prefill_chunk_size", None) is not None,
             uses_cache=getattr(settings, "use_cache", None) is not False,
             encoder_decoder=bool(getattr(config, "is_encoder_decoder", False)),
         )
@@ -158,6 +165,11 @@ class GenerationStart:
             raise ConfigError(
                 f"assisted and prompt-lookup decoding feed the whole prompt again, and {cached_tokens} tokens of "
                 "it are cached: pass only the new tokens, with the attention mask of all, or use an empty cache"
+            )
+        if self.chunked and _CHUNKS_ARE_FED_AGAIN:
+            raise ConfigError(
+                "transformers before 5.23 feeds the whole prompt again with prefill_chunk_size, and "
+                f"{cached_tokens} tokens of it are cached: leave prefill_chunk_size out, or reset() the cache"
             )
         if cached_tokens > self.total_tokens:
             raise ConfigError(

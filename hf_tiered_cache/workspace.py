@@ -90,12 +90,13 @@ class PrivateDirectory:
             # Held before there is a directory, so that a sweep never meets one without an owner. Released by
             # whichever thread runs the finalizer, so it must not belong to this one.
             self._lock = FileLock(_lock_path(self.path), thread_local=False)
+            # Before anything is made, for the case that an interrupt strikes in between.
+            self._finalizer = weakref.finalize(self, _remove_own, self.path, self._lock, os.getpid())
             # Nobody else knows this name: what is not granted at once never will be.
             self._lock.acquire(timeout=_LOCK_TIMEOUT_SECONDS)
             self.path.mkdir(mode=0o700)
         except OSError as error:
             raise TierError(f"cannot make a private directory below {base}: {error}") from error
-        self._finalizer = weakref.finalize(self, _remove_own, self.path, self._lock, os.getpid())
 
     def close(self) -> None:
         """Remove the directory with all it holds. May be called twice."""
