@@ -23,7 +23,8 @@ import torch
 
 from .continuation import GenerateCall
 from .errors import TieredCacheError, UnsupportedModelError
-from .locks import ThreadReference, this_thread
+from .locks import ThreadReference, TimedLock, this_thread
+from .metrics import Metrics
 from .stock_layers import (
     StateMark,
     attention_layers,
@@ -114,8 +115,7 @@ class ForwardPasses:
         self._states_next: dict[int, StateMark | None] | None = None
         self._all_seen = False
         self._never_updated: set[int] = set()
-        # A lock of C: no interrupt strikes between its taking and the `with` that gives it back.
-        self._beginning = threading.Lock()
+        self._beginning = TimedLock(Metrics())  # heals if an interrupt strikes before it is given back
 
     # -- updates ----------------------------------------------------------------------------------------------
 
