@@ -43,6 +43,7 @@ class WriteBack:
         self._metrics = metrics
         self._background = background
         self._queue: deque[Block] = deque()
+        self._storing: list[Block] = []
         self._failure: TierError | None = None
         self._stopped = False
         self._balancing = False
@@ -81,7 +82,7 @@ class WriteBack:
         """
         with self._residency.changed:
             failure, self._failure = self._failure, None
-            if not any(block.references for block in self._queue):
+            if not any(block.references for block in (*self._queue, *self._storing)):
                 failure = None  # what could not be written is not needed any more
             failure = failure or self._residency.take_failure()
         if failure is not None:
@@ -116,6 +117,7 @@ class WriteBack:
         while failure is None:
             with self._residency.changed:
                 batch = self._take_batch()
+                self._storing = [block for block, _ in batch]
                 if not batch and not self._queue:
                     return
             try:
@@ -131,6 +133,7 @@ class WriteBack:
                     self._residency.unpin_locked(block, copy)
                 # What is not stored goes back to where it was, to be tried again.
                 self._queue.extendleft(block for block, copy in reversed(batch) if not copy.doomed)
+                self._storing = []
                 self._failure = failure or self._failure
                 pools = list(self._pools)
         # While closing, copies to the host that have not begun are cancelled.
