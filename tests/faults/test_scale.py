@@ -151,7 +151,7 @@ def test_memory_per_block() -> None:
 @pytest.mark.parametrize("l2", [False, True], ids=["L1", "L2"])
 def test_a_request_that_was_freed_leaves_nothing(l2: bool, tmp_path: Path) -> None:
     """Neither in memory nor on disk, while the manager lives on."""
-    requests = 40 if IS_LONG else 12
+    requests = 80 if IS_LONG else 30
     with make(l1_capacity=0 if l2 else None, l2_url=tmp_path if l2 else None) as manager:
 
         def use(request_id: str) -> None:
@@ -161,18 +161,23 @@ def test_a_request_that_was_freed_leaves_nothing(l2: bool, tmp_path: Path) -> No
             manager.free(request_id)
             manager.flush()
 
-        for number in range(4):  # until all that is made once is there
-            use(f"warm-up {number}")
-        gc.collect()
         tracemalloc.start()
         try:
+            for number in range(4):  # what the last request leaves for a while is in both figures
+                use(f"warm-up {number}")
+            gc.collect()
+            before = tracemalloc.get_traced_memory()[0]
             for number in range(requests):
                 use(f"request {number}")
-            gc.collect()
-            per_request = tracemalloc.get_traced_memory()[0] / requests
+
+            def per_request() -> float:
+                gc.collect()
+                return (tracemalloc.get_traced_memory()[0] - before) / requests
+
+            # Background threads may be late to let go of their last task; what leaks stays.
+            assert eventually(lambda: per_request() < 4096), f"{per_request():.0f} bytes per request"
         finally:
             tracemalloc.stop()
-        assert per_request < 4096
         (tier,) = manager._resources.tiers.values()
         files = [path for path in tier.root.rglob("*") if path.is_file()]
         assert tier.used_bytes == tier.blocks == 0 and all(path.name == "zarr.json" for path in files)
