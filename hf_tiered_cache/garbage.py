@@ -7,7 +7,6 @@ copy is dropped ──▶ waiting ──a batch──▶ deleted, its room is fr
 
 from __future__ import annotations
 
-import threading
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
@@ -15,6 +14,7 @@ from itertools import islice
 
 from .blocks import Block, BlockKey
 from .errors import TierError
+from .locks import TimedLock
 from .tiers import Tier
 from .tiers.base import DELETED_TOGETHER
 from .transfer.worker import Worker
@@ -30,7 +30,7 @@ class Garbage:
         report: told what could not be deleted.
     """
 
-    def __init__(self, lock: threading.Condition, background: Worker, report: Callable[[TierError], None]) -> None:
+    def __init__(self, lock: TimedLock, background: Worker, report: Callable[[TierError], None]) -> None:
         self._lock = lock
         self._background = background
         self._report = report
@@ -45,11 +45,10 @@ class Garbage:
     def collect_soon(self) -> None:
         """Delete what waits, in the background, after what is queued there already."""
         with self._lock:
-            if self._is_queued or not self._waiting:
-                return
-            self._is_queued = True
-        with suppress(RuntimeError):  # closing
-            self._background.submit(self._collect_queued)
+            if self._waiting and not self._is_queued:
+                with suppress(RuntimeError):  # closing
+                    self._background.submit(self._collect_queued)
+                self._is_queued = True
 
     def collect_all(self) -> None:
         """Delete all that waits, and try again once what is stuck, in the background. Blocks."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
@@ -19,7 +19,7 @@ from .residency import Residency
 from .resident import ResidentPool
 from .transfer.engine import CopyEngine, Event
 from .transfer.staging import SlotRing, StagingPool
-from .transfer.worker import AWAITED_NICENESS, AwaitedFirst, Worker
+from .transfer.worker import AWAITED_NICENESS, AwaitedFirst, Task, Worker
 from .window import WindowBuffer
 from .writeback import WriteBack
 
@@ -133,14 +133,14 @@ class Lane:
         self._pack.busy_until(event)
         return event, resident
 
-    def wait(self, tasks: Sequence[Future[Event | None]]) -> None:
+    def wait(self, tasks: Sequence[Task[Event | None]]) -> None:
         """Block until tasks of the worker are done, which is counted as a stall, and let the compute stream wait
         for the copies that they began.
 
         Raises:
             TierReadError: a block could not be read.
         """
-        task: Future[Event | None] | None = None
+        task: Task[Event | None] | None = None
         try:
             with self._metrics.stall("read"):
                 for task in tasks:

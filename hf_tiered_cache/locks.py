@@ -1,67 +1,97 @@
-"""Locks that tell how long their users waited, and threads that can be told apart."""
+"""Locks that tell how long their users waited and that Ctrl-C cannot break, and threads that can be told apart.
+
+An interrupt (Ctrl-C) strikes between two bytecodes. A lock whose methods are written in Python, such as those of
+`threading.Condition` and `concurrent.futures`, may then stay taken for good. CPython looks for interrupts where a
+function begins, after a call and where a loop goes back, but not on the way into a `with` block. So a `with` on a
+lock that is written in C is safe, and so is one on these.
+"""
 
 from __future__ import annotations
 
+import _thread
 import threading
+import time
 import weakref
-from types import TracebackType
+from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from .metrics import Metrics
 
+# With the methods that `threading.Condition` relies on; type checkers do not know them, nor that it may be a base.
+_RLock: Any = _thread.RLock
 
-class TimedLock:
-    """A lock whose waits are counted; free of cost while nobody waits. Not to be taken twice by one thread.
 
-    An interrupt (Ctrl-C) may strike between taking the lock and the code that it guards, so that nobody releases
-    it. The thread that holds it by accident takes it over the next time that it wants it.
+class TimedLock(_RLock):
+    """A lock whose waits are counted. Not to be taken twice by one thread.
+
+    Should an interrupt leave it taken, the thread that holds it by accident takes it over the next time that it
+    wants it. Leaving the `with` block is the base class's `__exit__`, which no interrupt can come before.
 
     Args:
         metrics: where waits are counted.
     """
 
     def __init__(self, metrics: Metrics) -> None:
-        self._lock: Any = threading.RLock()  # it knows its owner
+        super().__init__()
         self._metrics = metrics
 
-    def acquire(self, blocking: bool = True) -> bool:
-        """Take the lock; whether that succeeded. Blocks unless told not to."""
-        if self._lock._is_owned() or self._lock.acquire(blocking=False):
-            return True
-        if blocking:
-            with self._metrics.lock_wait():
-                self._lock.acquire()
-        return blocking
-
-    def release(self) -> None:
-        """Let go of the lock."""
-        if self._lock._is_owned():
-            self._lock.release()
+    def __new__(cls, metrics: Metrics) -> Any:
+        """The base class wants no arguments."""
+        return super().__new__(cls)
 
     def __enter__(self) -> None:
-        self.acquire()
+        try:
+            if not self._is_owned() and not _RLock.acquire(self, False):
+                with self._metrics.lock_wait():
+                    _RLock.acquire(self)
+        except BaseException:
+            self.release()
+            raise
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.release()
+    def try_acquire(self) -> bool:
+        """Take the lock if no other thread has it: whether that succeeded. Never blocks."""
+        return bool(self._is_owned() or _RLock.acquire(self, False))
 
-    # What `Condition` wants of a lock that knows its owner.
-
-    def _is_owned(self) -> bool:
-        owned: bool = self._lock._is_owned()
-        return owned
-
-    def _release_save(self) -> Any:
-        return self._lock._release_save()
-
-    def _acquire_restore(self, state: Any) -> None:
-        self._lock._acquire_restore(state)
+    def release(self) -> None:
+        """Let go of the lock, if this thread has it."""
+        if self._is_owned():
+            _RLock.release(self)
 
 
-def timed_condition(metrics: Metrics) -> threading.Condition:
-    """A condition whose lock is a `TimedLock`. Waiting for the condition itself is not counted."""
-    return threading.Condition(TimedLock(metrics))  # type: ignore[arg-type]  # any lock will do
+class TimedCondition(TimedLock):
+    """A lock with which to wait for what other threads do. Waiting for that is not counted."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        super().__init__(metrics)
+        self._sleepers: deque[threading.Lock] = deque()
+
+    def wait(self, seconds: float | None = None) -> None:
+        """Let go of the lock until `notify_all`, or for so long at most; may return early. With the lock held."""
+        sleeper = threading.Lock()
+        sleeper.acquire()
+        self._sleepers.append(sleeper)
+        state = (1, threading.get_ident())
+        try:
+            self.release()
+            sleeper.acquire(timeout=-1 if seconds is None else seconds)
+        finally:
+            if not self._is_owned():
+                self._acquire_restore(state)  # which no interrupt ends
+            if sleeper in self._sleepers:
+                self._sleepers.remove(sleeper)
+
+    def wait_for(self, holds: Callable[[], bool], seconds: float) -> bool:
+        """Wait until something holds, for so long at most: whether it does. With the lock held."""
+        end = time.monotonic() + seconds
+        while not (done := holds()) and (left := end - time.monotonic()) > 0:
+            self.wait(left)
+        return done
+
+    def notify_all(self) -> None:
+        """Wake everybody who waits. With the lock held."""
+        while self._sleepers:
+            self._sleepers.popleft().release()
 
 
 class ThreadToken:

@@ -188,7 +188,7 @@ class Mover:
         with self._residency.changed:
             if not self._residency.room_will_come_locked(tier):
                 return False
-            self._residency.changed.wait(timeout=0.1)
+            self._residency.changed.wait(0.1)
         return True
 
     def _demote(self, upper: Tier) -> bool:

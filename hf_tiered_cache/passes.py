@@ -174,7 +174,7 @@ class ForwardPasses:
 
     def _begin(self, layers: Sequence[Any], caller: FrameType) -> ForwardPass:
         forward = _is_in_a_module(caller)
-        if not self._beginning.acquire(blocking=False):
+        if not self._beginning.try_acquire():
             raise _two_threads()
         try:
             last = self._pass

@@ -92,7 +92,7 @@ class DataPaths:
         """Shrink windows that are too large: this request's, and those of others that nobody is working on."""
         self._shrink_windows_of(request)
         for other in self._book.all():
-            if other is not request and other.lock.acquire(blocking=False):
+            if other is not request and other.lock.try_acquire():
                 try:
                     if self._book.is_at_rest(other):
                         self._shrink_windows_of(other)

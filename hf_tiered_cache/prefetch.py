@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +25,7 @@ from .metrics import Metrics
 from .placement import Placement, Run, compact, split_runs
 from .residency import Residency
 from .transfer.engine import Event
+from .transfer.worker import Task
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class Load:
     values: torch.Tensor
     loaded: dict[int, Block] = field(default_factory=dict)
     referenced: list[Block] = field(default_factory=list)
-    tasks: list[Future[Event | None]] = field(default_factory=list)
+    tasks: list[Task[Event | None]] = field(default_factory=list)
     cancelled: bool = False
 
 
@@ -319,7 +319,7 @@ class Prefetcher:
         load.cancelled = True
         if load.tasks:
             referenced, release = load.referenced, self._residency.release
-            load.tasks[-1].add_done_callback(lambda _: release(referenced))
+            load.tasks[-1].add_done_callback(lambda: release(referenced))
         # Neither does the callback hold the load, nor the load a task, or the error in it: a cycle would keep the
         # buffer until the garbage collector runs.
         load.tasks.clear()

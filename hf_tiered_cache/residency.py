@@ -26,7 +26,7 @@ from .errors import TierError
 from .eviction import EvictionPolicy
 from .garbage import Garbage
 from .heat import Floats, HeatTable, Slots
-from .locks import timed_condition
+from .locks import TimedCondition
 from .metrics import Metrics
 from .places import Places
 from .tier_io import caused_by, failures_as_tier_errors
@@ -63,7 +63,7 @@ class Residency:
         self.tiers = {tier.name: tier for tier in tiers}
         self.heat = HeatTable()
         self.places = Places([tier.name for tier in tiers])
-        self.changed = timed_condition(metrics)
+        self.changed = TimedCondition(metrics)
         self._failure: TierError | None = None
         self._nearness = {place: rank for rank, place in enumerate((STAGING, *self.tiers))}
         self._groups: dict[tuple[str, int], int] = {}
@@ -160,7 +160,7 @@ class Residency:
     def wait_for_reads(self, seconds: float) -> None:
         """Let reads go first; blocks for so long at most."""
         with self.changed:
-            self.changed.wait_for(lambda: self._reading == 0, timeout=seconds)
+            self.changed.wait_for(lambda: self._reading == 0, seconds)
 
     # -- reading --------------------------------------------------------------------------------------------------
 

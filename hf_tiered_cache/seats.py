@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from .layers import LayerState
-from .locks import ThreadReference, this_thread, timed_condition
+from .locks import ThreadReference, TimedCondition, this_thread
 from .metrics import L0Account, Metrics
 from .stream import BlockStream
 from .transfer.engine import CopyEngine, Event
@@ -41,7 +41,7 @@ class Seats:
         self._engine = engine
         self._metrics = metrics
         self._limit = limit
-        self._changed = timed_condition(metrics)
+        self._changed = TimedCondition(metrics)
         self._idle: list[Seat] = []
         self._waiting: deque[ThreadReference] = deque()
         self._sitting: dict[ThreadReference, Seat] = {}

@@ -15,7 +15,6 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,6 +28,7 @@ from .metrics import Metrics
 from .residency import Residency
 from .row_map import RowMap
 from .transfer.engine import Event
+from .transfer.worker import Task
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class _Load:
     buffer: LoadBuffer
     storage: torch.Tensor
     after: Event
-    task: Future[Event | None] | None = None
+    task: Task[Event | None] | None = None
     cancelled: bool = False
 
     @property
@@ -350,7 +350,7 @@ class BlockStream:
             # Neither does the callback hold the load, nor the load its task, or the error in it: a cycle would
             # keep the buffer until the garbage collector runs.
             blocks, release = load.blocks, self._residency.release
-            task.add_done_callback(lambda _: release(blocks))
+            task.add_done_callback(lambda: release(blocks))
 
     def _cancel(self, load: _Load) -> None:
         """Nobody will read this load."""
@@ -360,7 +360,7 @@ class BlockStream:
         assert task is not None
         # The prefetch thread does one thing at a time: what it still does here precedes the buffer's next load.
         self._put_back(load)
-        task.add_done_callback(lambda _: self._gone(load))
+        task.add_done_callback(lambda: self._gone(load))
 
     def _cancel_queued(self) -> None:
         while self._queue:

@@ -104,10 +104,9 @@ class WriteBack:
     def balance_soon(self) -> None:
         """Have the tiers balanced when nothing else is to be done. Does not block."""
         with self._residency.changed:
-            if self._balancing:
-                return
-            self._balancing = True
-        self._background.submit(self._balance)
+            if not self._balancing:
+                self._background.submit(self._balance)
+                self._balancing = True
 
     # -- on the background thread -------------------------------------------------------------------------------
 

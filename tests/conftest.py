@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
+import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ import torch
 import transformers
 
 from hf_tiered_cache import resources
+
+from .interrupts import CtrlC
 
 THREAD_PREFIX = "hf-tiered"
 
@@ -35,6 +38,14 @@ def cache_directory(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytes
 def no_host_tier_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests say which tiers they use; a share of this machine's memory would keep everything from the others."""
     monkeypatch.setattr(resources, "_DEFAULT_HOST_SHARE", 0)
+
+
+@pytest.fixture
+def send_ctrl_c() -> Iterator[Callable[[float], CtrlC]]:
+    """Called with seconds, prepares a Ctrl-C after so long."""
+    before = signal.getsignal(signal.SIGINT)
+    yield CtrlC
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(autouse=True)

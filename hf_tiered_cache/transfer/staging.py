@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from ..blocks import Bits, BlockLayout, as_bits
-from ..locks import ThreadReference, this_thread, timed_condition
+from ..locks import ThreadReference, TimedCondition, this_thread
 from ..metrics import Metrics
 from .engine import CopyEngine, Event
 
@@ -42,7 +42,7 @@ class StagingPool:
 
     def __init__(self, engine: CopyEngine, slots: int, metrics: Metrics) -> None:
         self._engine = engine
-        self._condition = timed_condition(metrics)
+        self._condition = TimedCondition(metrics)
         self._wakes = 0
         self._waiting: deque[ThreadReference] = deque()
         self._free = [StagingSlot(self, engine.allocate_host(0)) for _ in range(slots)]

@@ -1,15 +1,19 @@
-"""A background thread that belongs to one object."""
+"""A background thread that belongs to one object, and the tasks that it runs."""
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import threading
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError
 from contextlib import suppress
-from typing import Any, TypeVar
+from queue import SimpleQueue
+from typing import Any, Generic, TypeVar
+
+logger = logging.getLogger(__name__)
 
 # How far a thread yields to the model's own. What attention will wait for yields a little, the rest much: on a
 # machine whose CPU also computes, a prefetch that yields much is late.
@@ -19,8 +23,88 @@ BACKGROUND_NICENESS = 10
 T = TypeVar("T")
 
 
+class Task(Generic[T]):
+    """Something that another thread does, and what comes of it.
+
+    Like `concurrent.futures.Future`, but without locks that an interrupt (Ctrl-C) may leave taken; see `locks`.
+    Whoever takes a task from its queue either runs it or lets it fail.
+    """
+
+    def __init__(self, function: Callable[[], T]) -> None:
+        self._function: Callable[[], T] | None = function
+        self._result: T | None = None
+        self._error: BaseException | None = None
+        self._is_done = False
+        self._callbacks: deque[Callable[[], object]] = deque()
+        self._pending = threading.Lock()
+        self._pending.acquire()
+
+    def run(self) -> None:
+        """Do it, on the calling thread."""
+        function, self._function = self._function, None
+        assert function is not None
+        try:
+            self._result = function()
+        except BaseException as error:
+            self._error = error
+            self._end()
+            # The error holds this frame and its callers': no cycle, which would keep all that the function holds.
+            del self, function
+        else:
+            self._end()
+
+    def fail(self, error: BaseException) -> None:
+        """Nobody will do it: whoever waits gets this error."""
+        self._function, self._error = None, error
+        self._end()
+
+    def done(self) -> bool:
+        """Whether it has ended, in whatever way."""
+        return self._is_done
+
+    def result(self) -> T:
+        """What the function returned. Blocks until it has ended.
+
+        Raises:
+            CancelledError: it never began.
+            BaseException: what the function raised.
+        """
+        with self._pending:  # taken until the end
+            pass
+        if self._error is None:
+            return self._result  # type: ignore[return-value]  # `None` only if that is what T says
+        try:
+            raise self._error
+        finally:
+            del self  # as in `run`
+
+    def add_done_callback(self, callback: Callable[[], object]) -> None:
+        """Call a function when this has ended, on whatever thread, or now if it has."""
+        self._callbacks.append(callback)
+        if self._is_done:
+            self._call_back()
+
+    def _end(self) -> None:
+        self._is_done = True
+        self._pending.release()
+        self._call_back()
+
+    def _call_back(self) -> None:
+        while self._callbacks:
+            try:
+                callback = self._callbacks.popleft()
+            except IndexError:  # another thread has taken it
+                return
+            try:
+                callback()
+            except Exception:
+                logger.exception("a callback of a background task failed")
+
+
 class Worker:
     """Runs tasks one after the other, in order, on a low-priority thread that starts with the first task.
+
+    Close it, else the thread stays.
 
     Args:
         name: of the thread.
@@ -29,15 +113,30 @@ class Worker:
     """
 
     def __init__(self, name: str, niceness: int, enter: Callable[[], None] = lambda: None) -> None:
+        self._name = name
         self._niceness = niceness
-        self._on_enter = enter
+        self._enter = enter
+        self._queue: SimpleQueue[Task[Any] | None] = SimpleQueue()  # `None` ends the thread
+        self._entrance = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._entering = threading.Lock()
-        self._executor = ThreadPoolExecutor(1, f"hf-tiered-{name}", initializer=self._enter)
+        self._serving = threading.Lock()
+        self._until_ended = threading.Lock()
+        self._until_ended.acquire()
+        self._closed = self._dropping = False
 
-    def submit(self, task: Callable[[], T]) -> Future[T]:
-        """Queue a task; its result or exception is in the future."""
-        return self._executor.submit(task)
+    def submit(self, function: Callable[[], T]) -> Task[T]:
+        """Queue a task.
+
+        Raises:
+            RuntimeError: the worker is closed.
+        """
+        task = Task(function)
+        with self._entrance:
+            if self._closed:
+                raise RuntimeError(f"the thread {self._name!r} has ended: its owner is closed")
+            self._queue.put(task)
+            self._start()
+        return task
 
     def close(self, finish: bool = False) -> None:
         """Drop the tasks that have not begun, finish the one that has, end the thread. May be called twice.
@@ -45,19 +144,50 @@ class Worker:
         Args:
             finish: drop none of them, run all.
         """
+        self._dropping = self._dropping or not finish
+        with self._entrance:
+            if not self._closed:
+                if self._queue.qsize():
+                    self._start()  # an interrupt may have come between a task and the thread for it
+                self._queue.put(None)
+                self._closed = True
+            thread = self._thread
         # The garbage collector may close an owner from this very thread, which cannot wait for itself.
-        wait = threading.current_thread() is not self._thread
-        self._executor.shutdown(wait=wait, cancel_futures=not finish)
+        if thread is not None and thread is not threading.current_thread():
+            with self._until_ended:
+                pass
 
-    def _enter(self) -> None:
-        with self._entering:
-            first, self._thread = self._thread, self._thread or threading.current_thread()
-        if first is not None:  # an interrupt has let the executor forget it: two would mix up the order
-            first.join()
+    def _start(self) -> None:
+        if self._thread is None:
+            thread = threading.Thread(target=self._serve, name=f"hf-tiered-{self._name}", daemon=True)
+            thread.start()
+            self._thread = thread  # an interrupt before this leaves one that may or may not serve
+
+    def _serve(self) -> None:
+        with self._serving:  # one at a time
+            failure = self._prepare()
+            while (task := self._queue.get()) is not None:
+                if failure is not None:
+                    task.fail(failure)
+                elif self._dropping:
+                    task.fail(CancelledError())
+                else:
+                    task.run()
+                del task
+            self._queue.put(None)  # for the other one, if there are two
+            if self._until_ended.locked():
+                self._until_ended.release()
+
+    def _prepare(self) -> BaseException | None:
+        """Set the thread up. Returns what went wrong."""
         if sys.platform == "linux":  # only there a thread has a priority of its own
             with suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self._niceness)
-        self._on_enter()
+        try:
+            self._enter()
+        except BaseException as error:
+            return error
+        return None
 
 
 class AwaitedFirst:
@@ -71,29 +201,31 @@ class AwaitedFirst:
         self._worker = worker
         self._lock = threading.Lock()
         self._closing = False
-        self._awaited: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
-        self._ahead: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+        self._awaited: deque[Task[Any]] = deque()
+        self._ahead: deque[Task[Any]] = deque()
 
-    def submit(self, task: Callable[[], T], awaited: bool = False) -> Future[T]:
-        """Queue a task; its result or exception is in the future.
+    def submit(self, function: Callable[[], T], awaited: bool = False) -> Task[T]:
+        """Queue a task.
 
         Args:
-            task: what to run.
+            function: what to run.
             awaited: whether somebody waits for it; see also `hurry`.
-        """
-        future: Future[T] = Future()
-        with self._lock:
-            (self._awaited if awaited else self._ahead).append((future, task))
-        self._worker.submit(self._run_queued)
-        return future
 
-    def hurry(self, future: Future[Any]) -> None:
+        Raises:
+            RuntimeError: this is closed.
+        """
+        task = Task(function)
+        with self._lock:
+            (self._awaited if awaited else self._ahead).append(task)
+        self._worker.submit(self._run_queued)
+        return task
+
+    def hurry(self, task: Task[Any]) -> None:
         """Somebody waits for this task now."""
         with self._lock:
-            queued = next((entry for entry in self._ahead if entry[0] is future), None)
-            if queued is not None:
-                self._ahead.remove(queued)
-                self._awaited.append(queued)
+            if task in self._ahead:
+                self._ahead.remove(task)
+                self._awaited.append(task)
 
     def close(self) -> None:
         """Drop the tasks that have not begun, finish the one that has, end the thread. May be called twice."""
@@ -103,9 +235,8 @@ class AwaitedFirst:
             dropped = [*self._awaited, *self._ahead]
             self._awaited.clear()
             self._ahead.clear()
-        for future, _ in dropped:
-            future.cancel()
-            future.set_running_or_notify_cancel()
+        for task in dropped:
+            task.fail(CancelledError())
 
     def _run_queued(self) -> None:
         """Run all that is queued: an interrupt may have come between a task and the call of this for it."""
@@ -117,14 +248,7 @@ class AwaitedFirst:
             queue = self._awaited or self._ahead
             if not queue:
                 return False
-            future, task = queue.popleft()
-        if future.set_running_or_notify_cancel():
-            try:
-                result = task()
-            except BaseException as error:
-                future.set_exception(error)
-                # The error holds this frame: no cycle, which would keep all that the task holds.
-                del future, task
-            else:
-                future.set_result(result)
+            task = queue.popleft()
+        task.run()
+        del task  # an error holds this frame, too
         return True

@@ -150,7 +150,7 @@ def test_a_task_that_failed_is_freed() -> None:
     future = worker.submit(lambda held=held: fail(held))
     del held
     with pytest.raises(ValueError, match="injected"):
-        future.result(20)
+        future.result()
     del future
     worker.close()
     assert alive() is None
