@@ -37,6 +37,7 @@ class Garbage:
         self._waiting: dict[tuple[Tier, Block], None] = {}
         self._stuck: dict[tuple[Tier, Block], None] = {}
         self._is_queued = False
+        self._stopped = False
 
     def add_locked(self, tier: Tier, block: Block) -> None:
         """A copy has lost its last reader. Call `collect_soon` without the lock."""
@@ -45,10 +46,14 @@ class Garbage:
     def collect_soon(self) -> None:
         """Delete what waits, in the background, after what is queued there already."""
         with self._lock:
-            if self._waiting and not self._is_queued:
+            if self._waiting and not self._is_queued and not self._stopped:
                 with suppress(RuntimeError):  # closing
                     self._background.submit(self._collect_queued)
                 self._is_queued = True
+
+    def stop(self) -> None:
+        """The owner closes: begin no other batch in the background. Takes no lock and does not block."""
+        self._stopped = True
 
     def collect_all(self) -> None:
         """Delete all that waits, and try again once what is stuck, in the background. Blocks."""

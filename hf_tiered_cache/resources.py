@@ -251,6 +251,8 @@ class Resources:
         with self._close_lock, ExitStack() as closing:
             if self.closed:
                 return
+            if self.residency is not None:
+                self.residency.garbage.stop()
             self.closed = True
             _open_resources.discard(self)
             # Backwards: first the threads that copy, then the one that writes, then the files.

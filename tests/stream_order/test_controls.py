@@ -26,6 +26,9 @@ from .scenarios import Form, Scenario
 
 FORMS: list[Form] = ["gather", "stream"]
 
+# Of a use that the model of the machine should report. Measured: fewer than one in ten reports nothing.
+_ATTEMPTS = 8
+
 
 @pytest.fixture
 def cuda() -> Iterator[CudaModel]:
@@ -41,11 +44,17 @@ def _is_missed(
     what: str,
     where: str,
 ) -> None:
-    """A use without a rule reports violations of a kind, in functions that are named."""
-    use(Scenario(cuda, path, engine))
-    assert any(_fits(violation, what, where) for violation in cuda.violations), (
-        cuda.report() or "nothing is missed"
-    )
+    """A use without a rule reports violations of a kind, in functions that are named.
+
+    Threads of the host may run in an order that needs no rule, so a use that reports nothing is repeated.
+    """
+    for attempt in range(_ATTEMPTS):
+        storage = path / str(attempt)
+        storage.mkdir()
+        use(Scenario(cuda, storage, engine))
+        if any(_fits(violation, what, where) for violation in cuda.violations):
+            return
+    pytest.fail(cuda.report() or "nothing is missed")
 
 
 def _fits(violation: Violation, what: str, where: str) -> bool:
@@ -246,8 +255,11 @@ class TestPinsOfHostBlocks:
                     with residency.changed:
                         residency.arrive_locked(block, lower)
                 with residency.changed:
+                    copy = block.copies["host"]
                     residency.remove_copy_locked(block, "host")
-                residency.garbage.collect_all()
+                # Unless it is pinned: deleted here or, if that was faster, on the background thread.
+                while not copy.pins and "host" in block.leaving:
+                    residency.garbage.collect((residency.tiers["host"], block))
                 blocks.append(block)
 
         monkeypatch.setattr(Lane, "keep", keep_and_throw_out)
