@@ -8,10 +8,10 @@ with TieredCache(config=model.config) as cache:
 ```
 """
 
-from .blocks import Bits, BlockKey, BlockLayout
-from .cache import TieredCache
-from .config import TieredCacheConfig
-from .errors import (
+from .attention.online import AttentionRule
+from .core.blocks import Bits, BlockKey, BlockLayout
+from .core.config import TieredCacheConfig
+from .core.errors import (
     CacheClosedError,
     ConfigError,
     FingerprintMismatchError,
@@ -22,12 +22,13 @@ from .errors import (
     UnsupportedModelError,
     VerificationError,
 )
-from .eviction import EvictionPolicy, Values, register_eviction
-from .heat import HeatTable, Slots
-from .manager import KVCacheManager
-from .metrics import CacheStats, TierStats
-from .online_attention import AttentionRule
-from .planner import StreamingL0, plan_streaming
+from .core.metrics import CacheStats, TierStats
+from .integration.cache import TieredCache
+from .integration.plan import plan_streaming
+from .manager.manager import KVCacheManager
+from .planning.planner import StreamingL0
+from .residency.eviction import EvictionPolicy, Values, register_eviction
+from .residency.heat import HeatTable, Slots
 from .tiers import Tier, TierFuture, register_tier
 
 __version__ = "0.1.0"

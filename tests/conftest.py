@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 
-from hf_tiered_cache import resources
+from hf_tiered_cache.manager import resources
 
 from .interrupts import CtrlC
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from hf_tiered_cache import TieredCacheConfig
-from hf_tiered_cache.blocks import Bits, BlockKey, BlockLayout
-from hf_tiered_cache.metrics import Metrics
-from hf_tiered_cache.pressure import WindowChange
+from hf_tiered_cache.core.blocks import Bits, BlockKey, BlockLayout
+from hf_tiered_cache.core.metrics import Metrics
+from hf_tiered_cache.sequence.pressure import WindowChange
 from hf_tiered_cache.tiers import NvmeTier, TierFuture, register_tier
 from hf_tiered_cache.transfer.engine import CpuCopyEngine, Event
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ..heat import Slots
-from ..replay import RecordingTable, Trace
+from ..residency.heat import Slots
+from ..residency.replay import RecordingTable, Trace
 
 _LAYERS = 4
 _SEAL_STEPS = 16  # a request seals a block per layer in every so many of its steps

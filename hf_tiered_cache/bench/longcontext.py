@@ -31,11 +31,11 @@ import psutil
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ..cache import TieredCache
-from ..config import TieredCacheConfig
-from ..manager import KVCacheManager
-from ..metrics import format_bytes
-from ..online_attention import AttentionRule
+from ..attention.online import AttentionRule
+from ..core.config import TieredCacheConfig
+from ..core.metrics import format_bytes
+from ..integration.cache import TieredCache
+from ..manager.manager import KVCacheManager
 from ._models import CACHE_ARGUMENT
 
 _LIMIT = 0.05

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from ..cache import TieredCache
+from ..integration.cache import TieredCache
 from ._models import CACHE_ARGUMENT
 
 

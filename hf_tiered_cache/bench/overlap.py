@@ -31,9 +31,9 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from ..cache import TieredCache
-from ..config import TieredCacheConfig
-from ..manager import KVCacheManager
+from ..core.config import TieredCacheConfig
+from ..integration.cache import TieredCache
+from ..manager.manager import KVCacheManager
 from ._models import CACHE_ARGUMENT
 
 _LAYERS, _QUERY_HEADS, _KV_HEADS, _HEAD_DIM = 8, 8, 2, 64

@@ -34,9 +34,9 @@ from typing import Any
 
 import numpy as np
 
-from ..config import TieredCacheConfig
-from ..heat import HeatTable, Slots
-from ..replay import Replay, Trace, replay
+from ..core.config import TieredCacheConfig
+from ..residency.heat import HeatTable, Slots
+from ..residency.replay import Replay, Trace, replay
 from ._traces import Skewed, decode, everything, mix
 
 _OPTIMUM = "belady"

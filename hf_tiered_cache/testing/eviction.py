@@ -6,9 +6,9 @@ import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ..config import TieredCacheConfig
-from ..eviction import EvictionPolicy
-from ..heat import HeatTable, Slots
+from ..core.config import TieredCacheConfig
+from ..residency.eviction import EvictionPolicy
+from ..residency.heat import HeatTable, Slots
 
 CONFIG = TieredCacheConfig(protection_steps=2, warmup_steps=8)
 SLOTS = np.arange(24)

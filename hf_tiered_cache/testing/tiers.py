@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from ..blocks import Bits, BlockKey, BlockLayout
-from ..errors import TierError, TierFullError, TierReadError
+from ..core.blocks import Bits, BlockKey, BlockLayout
+from ..core.errors import TierError, TierFullError, TierReadError
 from ..tiers import Tier, TierFuture
 
 BF16 = BlockLayout(2, 2, 64, 2, 64, 16, torch.bfloat16)

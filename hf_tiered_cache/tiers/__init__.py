@@ -1,8 +1,11 @@
-"""The tiers. Importing this package registers the built-in ones."""
+"""Where blocks are stored: host memory, local NVMe and bulk storage. Importing this package registers these tiers.
 
-from ..tier_io import TierFuture, TierIO
+Imports `core`. Begin with `base`, the contract of a tier.
+"""
+
 from .base import Tier, TierRegistry, register_tier
 from .host import HostTier
+from .io import TierFuture, TierIO
 from .nvme import NvmeTier
 from .zarr import ZarrTier
 

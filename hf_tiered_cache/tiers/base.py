@@ -14,11 +14,11 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from ..blocks import Bits, BlockKey, BlockLayout
-from ..config import TieredCacheConfig
-from ..errors import ConfigError, TierError, TierFullError
-from ..registry import Registry
-from ..tier_io import Doing, TierFuture, TierIO, caused_by, failures_as_tier_errors
+from ..core.blocks import Bits, BlockKey, BlockLayout
+from ..core.config import TieredCacheConfig
+from ..core.errors import ConfigError, TierError, TierFullError
+from ..core.registry import Registry
+from .io import Doing, TierFuture, TierIO, caused_by, failures_as_tier_errors
 
 logger = logging.getLogger(__name__)
 

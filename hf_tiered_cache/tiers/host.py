@@ -23,11 +23,11 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from ..blocks import Bits, BlockKey, BlockLayout, as_bits
-from ..config import TieredCacheConfig
-from ..errors import TierFullError
-from ..tier_io import TierFuture
+from ..core.blocks import Bits, BlockKey, BlockLayout, as_bits
+from ..core.config import TieredCacheConfig
+from ..core.errors import TierFullError
 from .base import Tier, register_tier
+from .io import TierFuture
 
 logger = logging.getLogger(__name__)
 

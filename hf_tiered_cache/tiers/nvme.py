@@ -16,11 +16,11 @@ from pathlib import Path
 import numpy as np
 import tensorstore as ts
 
-from ..blocks import Bits, BlockKey, BlockLayout
-from ..config import TieredCacheConfig
-from ..host_memory import available_bytes
-from ..tier_io import TierFuture
+from ..core.blocks import Bits, BlockKey, BlockLayout
+from ..core.config import TieredCacheConfig
+from ..core.host_memory import available_bytes
 from .base import Tier, register_tier
+from .io import TierFuture
 
 # Declared up front: a chunk that was never written costs nothing, a later resize would.
 _SLOTS = 1 << 40

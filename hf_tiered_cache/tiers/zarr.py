@@ -21,10 +21,10 @@ from typing import Any
 
 import tensorstore as ts
 
-from ..blocks import Bits, BlockKey, BlockLayout
-from ..config import TieredCacheConfig
-from ..tier_io import IO_TIMEOUT_SECONDS, TierFuture
+from ..core.blocks import Bits, BlockKey, BlockLayout
+from ..core.config import TieredCacheConfig
 from .base import Tier, register_tier
+from .io import IO_TIMEOUT_SECONDS, TierFuture
 
 FORMAT = "hf_tiered_cache/kv"
 FORMAT_VERSION = 1

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..metrics import Metrics
+from ..core.metrics import Metrics
 from .engine import CopyEngine, Event, Placement
 
 logger = logging.getLogger(__name__)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ..errors import UnsupportedModelError
-from ..metrics import Metrics
+from ..core.errors import UnsupportedModelError
+from ..core.metrics import Metrics
 from .cuda import CudaCopyEngine
 from .engine import CopyEngine, CpuCopyEngine
 

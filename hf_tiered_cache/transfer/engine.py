@@ -20,8 +20,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from ..blocks import as_bits
-from ..metrics import Metrics
+from ..core.blocks import as_bits
+from ..core.metrics import Metrics
 from .worker import AWAITED_NICENESS, BACKGROUND_NICENESS, Worker
 
 Placement = Callable[[torch.Tensor], Iterable[tuple[torch.Tensor, torch.Tensor]]]

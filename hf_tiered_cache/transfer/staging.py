@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ..blocks import Bits, BlockLayout, as_bits
-from ..locks import ThreadReference, TimedCondition, this_thread
-from ..metrics import Metrics
+from ..core.blocks import Bits, BlockLayout, as_bits
+from ..core.locks import ThreadReference, TimedCondition, this_thread
+from ..core.metrics import Metrics
 from .engine import CopyEngine, Event
 
 

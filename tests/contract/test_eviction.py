@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from hf_tiered_cache import ConfigError, EvictionPolicy, TieredCacheConfig, register_eviction
-from hf_tiered_cache.eviction import POLICIES, BeladyPolicy, Values, make_eviction_policy
-from hf_tiered_cache.heat import HeatTable, Slots
+from hf_tiered_cache.residency.eviction import POLICIES, BeladyPolicy, Values, make_eviction_policy
+from hf_tiered_cache.residency.heat import HeatTable, Slots
 from hf_tiered_cache.testing import EvictionContract
 from hf_tiered_cache.testing.eviction import CONFIG, SLOTS, a_table
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hf_tiered_cache import Tier, TieredCacheConfig, TierFullError, TierReadError
-from hf_tiered_cache.blocks import BlockLayout, as_bits
+from hf_tiered_cache.core.blocks import BlockLayout, as_bits
 from hf_tiered_cache.testing import StorageTierContract, TierContract
 from hf_tiered_cache.testing.tiers import BF16, BYTES, LATENT, key, payload_of
 from hf_tiered_cache.tiers import HostTier, NvmeTier, TierRegistry, ZarrTier

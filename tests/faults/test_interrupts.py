@@ -26,7 +26,7 @@ from transformers import DynamicCache
 from transformers.generation.streamers import BaseStreamer
 
 from hf_tiered_cache import TieredCache, TieredCacheError
-from hf_tiered_cache.passes import ForwardPasses
+from hf_tiered_cache.integration.passes import ForwardPasses
 
 from ..models import CACHE_NAME, generate, prompt_ids, tiny_llama
 

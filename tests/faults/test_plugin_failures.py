@@ -27,12 +27,12 @@ from hf_tiered_cache import (
     TierReadError,
     register_eviction,
     register_tier,
-    tier_io,
 )
-from hf_tiered_cache.blocks import Bits, BlockKey, BlockLayout
-from hf_tiered_cache.eviction import POLICIES, Values
-from hf_tiered_cache.heat import Slots
+from hf_tiered_cache.core.blocks import Bits, BlockKey, BlockLayout
+from hf_tiered_cache.residency.eviction import POLICIES, Values
+from hf_tiered_cache.residency.heat import Slots
 from hf_tiered_cache.tiers import TierFuture, TierRegistry
+from hf_tiered_cache.tiers import io as tier_io
 
 from ..fakes import eventually, random_kv
 

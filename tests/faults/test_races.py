@@ -16,9 +16,9 @@ import torch
 from transformers import DynamicCache
 
 from hf_tiered_cache import KVCacheManager, TieredCache, TieredCacheConfig
-from hf_tiered_cache.buffers import GatherBuffers, LoadBuffer
-from hf_tiered_cache.resources import EngineFactory
-from hf_tiered_cache.stream import BlockStream, Part
+from hf_tiered_cache.loading.buffers import GatherBuffers, LoadBuffer
+from hf_tiered_cache.loading.reader import BlockStream, Part
+from hf_tiered_cache.manager.resources import EngineFactory
 from hf_tiered_cache.transfer.engine import Event
 from hf_tiered_cache.transfer.staging import SlotRing
 

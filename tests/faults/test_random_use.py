@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch.nn.functional import scaled_dot_product_attention
 
-from hf_tiered_cache import KVCacheManager, TieredCacheConfig, windows
+from hf_tiered_cache import KVCacheManager, TieredCacheConfig
+from hf_tiered_cache.sequence import window_sizing as windows
 
 from ..fakes import LateEngine, RandomGovernor, StagedLateEngine, random_kv
 

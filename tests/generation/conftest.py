@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_tiered_cache.attention import PendingAttention
+from hf_tiered_cache.integration.attention import PendingAttention
 
 
 @pytest.fixture

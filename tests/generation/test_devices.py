@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import DynamicCache
 
 from hf_tiered_cache import KVCacheManager, TieredCache, TieredCacheConfig
-from hf_tiered_cache.metrics import Metrics
+from hf_tiered_cache.core.metrics import Metrics
 from hf_tiered_cache.transfer.engine import CopyEngine
 
 from ..fakes import LateEngine, MetaEngine, pieces, random_kv

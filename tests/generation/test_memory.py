@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from hf_tiered_cache import KVCacheManager, TieredCache, TieredCacheConfig
-from hf_tiered_cache.metrics import Metrics
+from hf_tiered_cache.core.metrics import Metrics
 
 from ..fakes import LateEngine, random_kv
 from ..models import generate, prompt_ids, tiny_llama

@@ -7,8 +7,8 @@ import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from hf_tiered_cache import TieredCache
-from hf_tiered_cache.attention import TIERED
-from hf_tiered_cache.streaming_models import STREAMING_MODELS
+from hf_tiered_cache.integration.attention import TIERED
+from hf_tiered_cache.integration.streaming_models import STREAMING_MODELS
 
 from .modes import BLOCK_TOKENS, PROMPT_TOKENS, WINDOW_TOKENS, generate, prompt
 from .more_models import MORE_MODELS, more_model

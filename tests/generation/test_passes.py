@@ -24,7 +24,7 @@ from transformers import (
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from hf_tiered_cache import ConfigError, TieredCache, TieredCacheError
-from hf_tiered_cache.cache_layer import TieredLayer
+from hf_tiered_cache.integration.layer import TieredLayer
 
 from ..models import generate, prompt_ids, tiny_llama
 from .modes import CACHE_ARGUMENT, cache_argument

@@ -35,7 +35,7 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer
 
 from hf_tiered_cache import TieredCache
-from hf_tiered_cache.errors import CacheClosedError, TieredCacheError, UnsupportedModelError
+from hf_tiered_cache.core.errors import CacheClosedError, TieredCacheError, UnsupportedModelError
 
 from ..fakes import eventually
 from .modes import (

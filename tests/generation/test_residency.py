@@ -9,9 +9,11 @@ import pytest
 import torch
 from transformers import DynamicCache, PreTrainedConfig
 
-from hf_tiered_cache import KVCacheManager, TieredCache, TieredCacheConfig, residency, windows
-from hf_tiered_cache.pressure import MemoryState
-from hf_tiered_cache.replay import RecordingTable, Trace, replay
+from hf_tiered_cache import KVCacheManager, TieredCache, TieredCacheConfig
+from hf_tiered_cache.residency import table as residency
+from hf_tiered_cache.residency.replay import RecordingTable, Trace, replay
+from hf_tiered_cache.sequence import window_sizing as windows
+from hf_tiered_cache.sequence.pressure import MemoryState
 
 from ..fakes import LateEngine, RandomGovernor, StagedLateEngine
 from ..models import generate, prompt_ids, tiny_llama

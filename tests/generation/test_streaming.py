@@ -30,11 +30,11 @@ from transformers import (
 from transformers.masking_utils import sdpa_mask, sliding_window_causal_mask_function
 
 from hf_tiered_cache import KVCacheManager, TieredCache, TieredCacheError, TierReadError, UnsupportedModelError
-from hf_tiered_cache.attention import TIERED, PendingAttention, tiered_attention_forward, tiered_mask
-from hf_tiered_cache.cache import _say_once_that_layers_are_gathered
-from hf_tiered_cache.online_attention import AttentionRule, OnlineAttention
-from hf_tiered_cache.row_map import RowMap
-from hf_tiered_cache.streaming_models import STREAMING_MODELS
+from hf_tiered_cache.attention.online import AttentionRule, OnlineAttention
+from hf_tiered_cache.core.row_map import RowMap
+from hf_tiered_cache.integration.attention import TIERED, PendingAttention, tiered_attention_forward, tiered_mask
+from hf_tiered_cache.integration.cache import _say_once_that_layers_are_gathered
+from hf_tiered_cache.integration.streaming_models import STREAMING_MODELS
 
 from .modes import BLOCK_TOKENS, MODES, WINDOW_TOKENS, Outcome, cache_argument, prompt
 from .more_models import MORE_MODELS
@@ -266,7 +266,7 @@ class TestWhatCannotBeStreamed:
         model = model_of("diffllama")
         attn = model.config._attn_implementation
         with attention(model, TIERED), pytest.MonkeyPatch.context() as patch:
-            patch.setattr("hf_tiered_cache.cache_layer.can_stream", lambda config: True)
+            patch.setattr("hf_tiered_cache.integration.layer.can_stream", lambda config: True)
             with (
                 TieredCache(config=model.config, window_tokens=32, block_tokens=16) as cache,
                 pytest.raises(UnsupportedModelError, match="did not pass on"),

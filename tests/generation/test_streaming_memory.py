@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig
 
 from hf_tiered_cache import ConfigError, KVCacheManager, TieredCacheConfig
-from hf_tiered_cache.online_attention import AttentionRule
-from hf_tiered_cache.planner import plan_streaming
+from hf_tiered_cache.attention.online import AttentionRule
+from hf_tiered_cache.integration.plan import plan_streaming
 from hf_tiered_cache.transfer.engine import CpuCopyEngine
 
 LAYERS, HEADS, KV_HEADS, DIM = 3, 8, 2, 32

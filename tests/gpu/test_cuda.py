@@ -14,9 +14,9 @@ import torch
 from transformers import DynamicCache
 
 from hf_tiered_cache import AttentionRule, KVCacheManager, TieredCache, TieredCacheConfig
-from hf_tiered_cache.blocks import BlockKey, BlockLayout
-from hf_tiered_cache.kernels import Problem, Scoring, attend, kernel_for
-from hf_tiered_cache.metrics import L0Account, Metrics
+from hf_tiered_cache.attention.kernels import Problem, Scoring, attend, kernel_for
+from hf_tiered_cache.core.blocks import BlockKey, BlockLayout
+from hf_tiered_cache.core.metrics import L0Account, Metrics
 from hf_tiered_cache.tiers.host import HostTier
 from hf_tiered_cache.transfer.cuda import CudaCopyEngine
 

@@ -34,8 +34,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_tiered_cache
-from hf_tiered_cache import lane
-from hf_tiered_cache.metrics import Metrics
+from hf_tiered_cache.core.metrics import Metrics
+from hf_tiered_cache.loading import pipeline as lane
 from hf_tiered_cache.transfer import staging
 from hf_tiered_cache.transfer.cuda import CudaCopyEngine
 from hf_tiered_cache.transfer.engine import CopyEngine

@@ -14,8 +14,9 @@ from unittest import mock
 import torch
 from transformers import DynamicCache
 
-from hf_tiered_cache import CacheStats, KVCacheManager, TieredCache, TieredCacheConfig, windows
-from hf_tiered_cache.writeback import WriteBack
+from hf_tiered_cache import CacheStats, KVCacheManager, TieredCache, TieredCacheConfig
+from hf_tiered_cache.residency.writeback import WriteBack
+from hf_tiered_cache.sequence import window_sizing as windows
 
 from ..fakes import RandomGovernor, random_kv
 from ..models import CACHE_NAME, generate, prompt_ids, tiny_llama

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from hf_tiered_cache.blocks import Block
-from hf_tiered_cache.buffers import GatherBuffers, LoadBuffer
-from hf_tiered_cache.lane import Lane, Source
-from hf_tiered_cache.prefetch import Load, Prefetcher
-from hf_tiered_cache.residency import Residency
+from hf_tiered_cache.core.blocks import Block
+from hf_tiered_cache.loading.buffers import GatherBuffers, LoadBuffer
+from hf_tiered_cache.loading.pipeline import Lane, Source
+from hf_tiered_cache.loading.prefetch import Load, Prefetcher
+from hf_tiered_cache.residency.table import Residency
+from hf_tiered_cache.sequence.window import WindowBuffer
 from hf_tiered_cache.tiers import host
 from hf_tiered_cache.transfer import cuda as engines
 from hf_tiered_cache.transfer.engine import Event
-from hf_tiered_cache.window import WindowBuffer
 
 from .model import GPU, CudaModel, ModelEngine, Violation
 from .scenarios import Form, Scenario

@@ -19,7 +19,8 @@ import numpy as np
 import pytest
 import torch
 
-from hf_tiered_cache import KVCacheManager, windows
+from hf_tiered_cache import KVCacheManager
+from hf_tiered_cache.sequence import window_sizing as windows
 
 from ..fakes import RandomGovernor, random_kv
 from .model import GPU, CudaModel, Stream

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from hf_tiered_cache import CacheClosedError, KVCacheManager, TieredCacheConfig, TierError
-from hf_tiered_cache.locks import TimedLock, this_thread
-from hf_tiered_cache.metrics import Metrics
-from hf_tiered_cache.pressure import MemoryState
-from hf_tiered_cache.resident import ResidentPool
+from hf_tiered_cache.core.locks import TimedLock, this_thread
+from hf_tiered_cache.core.metrics import Metrics
+from hf_tiered_cache.residency.device_pool import ResidentPool
+from hf_tiered_cache.sequence.pressure import MemoryState
 
 from ..fakes import FAULTS, LateEngine, eventually, random_kv
 from ..interrupts import CtrlC

@@ -1,8 +1,9 @@
-"""Imports go one way, and the public names are the documented ones."""
+"""Imports go one way, only `integration` knows transformers, and the public names are the documented ones."""
 
 from __future__ import annotations
 
 import ast
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -11,52 +12,30 @@ import hf_tiered_cache
 
 PACKAGE = Path(hf_tiered_cache.__file__).parent
 
-# Each module imports from strictly lower rows; see "Modules" in docs/decisions.md.
-ROWS = [
-    {"errors", "host_memory", "row_map", "values"},
-    {
-        "config",
-        "continuation",
-        "metrics",
-        "blocks",
-        "heat",
-        "registry",
-        "tier_io",
-        "transfer.worker",
-        "streaming_models",
-        "stock_layers",
-    },
-    {"workspace", "locks", "places", "eviction", "geometry", "tiers.base", "transfer.engine"},
-    {"replay", "tiers.host", "tiers.nvme", "tiers.zarr", "transfer.staging", "transfer.cuda", "window", "kernels"},
-    {"tiers", "layers", "online_attention", "buffers", "pressure", "passes", "transfer.devices"},
-    {"garbage", "tier_choice", "requests", "windows", "placement"},
-    {"residency"},
-    {"mover", "resident"},
-    {"writeback"},
-    {"lane"},
-    {"prefetch", "stream"},
-    {"seats"},
-    {"resources"},
-    {"paths"},
-    {"report"},
-    {"manager"},
-    {"attention", "planner"},
-    {"cache_layer"},
-    {"rollback"},
-    {"cache"},
-    {"", "transfer"},
-    {"testing.tiers", "testing.eviction"},
-    {"testing"},
-    {"bench", "bench._models", "bench._traces"},
-    {"bench.longcontext", "bench.overhead", "bench.overlap", "bench.policies"},
-    {"bench.__main__"},
+# Subpackages, level by level; each imports from strictly lower levels. "" is the package's own `__init__`.
+LEVELS = [
+    {"core"},
+    {"tiers", "transfer", "attention"},
+    {"residency", "sequence"},
+    {"loading"},
+    {"manager", "planning"},
+    {"integration"},
+    {""},
+    {"testing", "bench"},
 ]
-ROW_OF = {module: row for row, modules in enumerate(ROWS) for module in modules}
+LEVEL_OF = {name: level for level, names in enumerate(LEVELS) for name in names}
 
 
 def _module_name(path: Path) -> str:
     parts = path.relative_to(PACKAGE).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {_module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def _subpackage(module: str) -> str:
+    return module.partition(".")[0]
 
 
 def _imports(path: Path) -> set[str]:
@@ -67,27 +46,61 @@ def _imports(path: Path) -> set[str]:
         if isinstance(node, ast.ImportFrom) and node.level:
             base = package[: len(package) - node.level + 1]
             target = ".".join(base + (node.module.split(".") if node.module else []))
-            submodules = {f"{target}.{alias.name}".strip(".") for alias in node.names}
-            found |= (submodules & set(ROW_OF)) or {target}
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hf_tiered_cache"):
-            found.add((node.module or "").removeprefix("hf_tiered_cache").strip("."))
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == PACKAGE.name:
+            target = (node.module or "").removeprefix(PACKAGE.name).strip(".")
+        else:
+            continue
+        names = {f"{target}.{alias.name}".strip(".") for alias in node.names}
+        found |= (names & MODULES.keys()) or {target}
     return found
 
 
-@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=_module_name)
-def test_imports_go_down(path: Path) -> None:
-    module = _module_name(path)
-    assert module in ROW_OF, f"{module} has no row yet"
-    for imported in _imports(path):
-        if imported == "tiers" and module.startswith("tiers."):
+@pytest.mark.parametrize("module", MODULES)
+def test_subpackages_import_from_lower_levels(module: str) -> None:
+    own = _subpackage(module)
+    assert own in LEVEL_OF, f"{own} has no level yet"
+    for imported in map(_subpackage, _imports(MODULES[module])):
+        assert imported == own or LEVEL_OF[imported] < LEVEL_OF[own], f"{module} imports {imported}"
+
+
+@pytest.mark.parametrize("subpackage", sorted(LEVEL_OF.keys() - {""}))
+def test_modules_of_a_subpackage_import_one_way(subpackage: str) -> None:
+    own = [module for module in MODULES if _subpackage(module) == subpackage]
+    graph = {module: {name for name in _imports(MODULES[module]) if name in own} for module in own}
+    assert list(TopologicalSorter(graph).static_order())  # raises CycleError
+
+
+@pytest.mark.parametrize("subpackage", sorted(LEVEL_OF.keys() - {""}))
+def test_a_subpackage_says_what_it_imports(subpackage: str) -> None:
+    """Its docstring names the subpackages that its modules import, and no others."""
+    docstring = ast.get_docstring(ast.parse(MODULES[subpackage].read_text())) or ""
+    assert "Begin with `" in docstring or subpackage in ("bench", "testing")
+    if subpackage in ("bench", "testing", ""):
+        return
+    stated = docstring.partition("Imports ")[2].partition("Begin with")[0]
+    said = {name for name in LEVEL_OF if f"`{name}`" in stated}
+    imported = {
+        _subpackage(name) for module in MODULES if _subpackage(module) == subpackage
+        for name in _imports(MODULES[module])
+    }  # fmt: skip
+    assert said == imported - {subpackage}
+
+
+def test_only_integration_knows_transformers() -> None:
+    """And what compares a run with and without the cache."""
+    for module, path in MODULES.items():
+        if _subpackage(module) in ("integration", "bench"):
             continue
-        assert ROW_OF[imported] < ROW_OF[module], f"{module} imports {imported}"
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            assert not any(name.split(".")[0] == "transformers" for name in names), f"{module}: {names}"
 
 
 def test_no_tier_imports_another() -> None:
-    for path in (PACKAGE / "tiers").glob("*.py"):
-        if path.name not in ("__init__.py", "base.py"):
-            assert not {name for name in _imports(path) if name.startswith("tiers.")} - {"tiers.base"}
+    for tier in ("tiers.host", "tiers.nvme", "tiers.zarr"):
+        own = {name for name in _imports(MODULES[tier]) if _subpackage(name) == "tiers"}
+        assert own <= {"tiers.base", "tiers.io", "tiers.workspace"}
 
 
 def test_exported_names_exist_and_are_documented() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_tiered_cache.eviction import EVICTIONS
+from hf_tiered_cache.residency.eviction import EVICTIONS
 from hf_tiered_cache.tiers import TierRegistry
 
 PAGE = Path(__file__).parents[2] / "docs" / "plugins.md"

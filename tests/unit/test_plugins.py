@@ -27,7 +27,7 @@ from hf_tiered_cache import (
     register_eviction,
     register_tier,
 )
-from hf_tiered_cache.eviction import EVICTIONS, make_eviction_policy
+from hf_tiered_cache.residency.eviction import EVICTIONS, make_eviction_policy
 from hf_tiered_cache.tiers import TierRegistry
 
 from ..fakes import random_kv

@@ -1,0 +1,351 @@
+"""Layer-ahead prefetch: while one layer computes, the sealed blocks of the next ones fill their buffers.
+
+    update(l):  release the buffer of the layer before ─▶ start loads for the layers after l ─▶ wait for l's load
+
+Which layers come after l is learnt from the order of updates, across the end of a forward pass.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..core.blocks import Block
+from ..core.locks import TimedLock
+from ..core.metrics import Metrics
+from ..residency.table import Residency
+from ..sequence.layer_state import LayerState
+from ..transfer.engine import Event
+from ..transfer.worker import Task
+from .buffers import LoadBuffer
+from .pipeline import Lane
+from .scatter import Placement, Run, compact, split_runs
+
+logger = logging.getLogger(__name__)
+
+# Reads of this size keep a drive busy; smaller blocks are read several at a time.
+_READ_BYTES = 8 << 20
+# A request is idle when so many layers of others were updated since one of its own was.
+_IDLE_UPDATES = 8
+_REMEMBERED_REQUESTS = 256
+
+
+@dataclass(eq=False)
+class Load:
+    """Sealed blocks of one layer on their way into a buffer.
+
+    The buffer may be written from `after` on. `loaded` has the blocks by their index in the table, `referenced`
+    all that were asked for, which are referenced until the load ends. `keys` and `values` are
+    `[B, H, capacity, D]`.
+    """
+
+    layer: LayerState
+    lane: Lane
+    owner: str
+    buffer: LoadBuffer
+    after: Event
+    capacity_tokens: int
+    rows_version: int
+    keys: torch.Tensor
+    values: torch.Tensor
+    loaded: dict[int, Block] = field(default_factory=dict)
+    referenced: list[Block] = field(default_factory=list)
+    tasks: list[Task[Event | None]] = field(default_factory=list)
+    cancelled: bool = False
+
+
+class Prefetcher:
+    """Owns the loads of all layers. A load that is not in `_loads` any more belongs to the thread that took it.
+
+    Every method may be called from any thread; those that take a layer, by the one that works on its request.
+
+    Args:
+        residency: where blocks are read.
+        metrics: counts hits, misses, stalls and waits.
+    """
+
+    def __init__(self, residency: Residency, metrics: Metrics) -> None:
+        self._residency = residency
+        self._metrics = metrics
+        self._lock = TimedLock(metrics)
+        self._loads: dict[LayerState, Load] = {}
+        self._updates = 0
+        self._last_update: dict[str, int] = {}
+
+    def start(self, layer: LayerState, lane: Lane, owner: str, block_indices: Sequence[int], tokens: int) -> bool:
+        """Begin to load blocks of a layer ahead of time, unless a load of it is under way or there is no buffer.
+
+        Loads of requests that have more of them, or that are not being used, give way.
+
+        Args:
+            layer, lane: the layer, and its device's lane.
+            owner: the request.
+            block_indices: ascending.
+            tokens: room that the buffer should have; more is made when it turns out to be needed.
+        """
+        if layer in self._loads or not block_indices:
+            return False
+        buffer = lane.buffers.take() or self._take_over(lane, self._rival(lane, owner))
+        if buffer is None:
+            return False
+        try:
+            load = self._load_into(buffer, layer, lane, owner, tokens)
+        except torch.OutOfMemoryError:
+            logger.debug("no memory to load layer %d ahead of time", layer.layer_idx)
+            lane.buffers.put_back(buffer)
+            return False
+        self._submit(load, block_indices)
+        with self._lock:
+            self._loads[layer] = load
+        return True
+
+    def is_loading(self, layer: LayerState) -> bool:
+        """Whether a load of this layer was started ahead of time."""
+        return layer in self._loads
+
+    def begin(self, layer: LayerState, lane: Lane, owner: str, tokens: int) -> Load:
+        """Make sure that all sealed blocks of a layer are being loaded; the caller passes the load to `finish`.
+
+        What was started before counts as prefetched. If every buffer is taken by loads for other layers, one
+        of them gives way.
+        """
+        lane.buffers.enter()
+        with self._lock:
+            self._updates += 1
+            self._last_update.pop(owner, None)
+            self._last_update[owner] = self._updates
+            if len(self._last_update) > _REMEMBERED_REQUESTS:
+                del self._last_update[next(iter(self._last_update))]  # the one that is idle for longest
+        blocks = layer.table.blocks
+        load = self._take(layer)
+        if load is not None and load.capacity_tokens < layer.sink_tokens + layer.sealed_tokens:
+            self.cancel(load)
+            load = None
+        if load is None:
+            buffer = self._some_buffer(lane, owner)
+            try:
+                load = self._load_into(buffer, layer, lane, owner, tokens)
+            except BaseException:  # out of memory, say
+                lane.buffers.put_back(buffer)
+                raise
+        # A crop, or a seal since, may have changed blocks after the load began.
+        missing = [index for index, block in enumerate(blocks) if load.loaded.get(index) is not block]
+        self._metrics.count(prefetch_misses=len(missing), prefetch_hits=len(blocks) - len(missing))
+        if missing or not load.tasks:
+            self._submit(load, missing, awaited=True)
+        return load
+
+    def finish(self, load: Load, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Let the compute stream wait for the load, and return K and V `[B, H, tokens, D]`, which attention may
+        read from now on. What the load did not fill is undefined.
+
+        Raises:
+            TierReadError: a block could not be read.
+        """
+        try:
+            load.lane.wait(load.tasks)
+            # No copy has waited for it if there was none.
+            load.lane.engine.compute_waits(load.after)
+            if load.capacity_tokens < tokens:
+                self._grow(load, tokens)
+        except BaseException:
+            self.cancel(load)
+            raise
+        self._residency.release(load.referenced)
+        load.lane.buffers.use(load.buffer)
+        return load.keys[:, :, :tokens], load.values[:, :, :tokens]
+
+    @contextmanager
+    def blocks(
+        self, layer: LayerState, lane: Lane, block_indices: Sequence[int]
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]]]:
+        """Some blocks of a layer, from a load if one has them, else read now. Blocks.
+
+        Yields:
+            K and V `[B, H, capacity, D]`, valid inside the context, and a function from token offsets into the
+            sealed part of the sequence to offsets into K and V.
+
+        Raises:
+            TierReadError: a block could not be read.
+        """
+        lane.buffers.enter()
+        load = self._take(layer)
+        if load is not None and all(load.loaded.get(i) is layer.table.blocks[i] for i in block_indices):
+            self._metrics.count(prefetch_hits=len(block_indices))
+            keys, values = self.finish(load, load.capacity_tokens)
+            try:
+                yield keys, values, lambda offsets: offsets + layer.sink_tokens
+            finally:
+                lane.buffers.leave()
+            return
+        lane.buffers.leave()
+        if load is not None:
+            self.cancel(load)
+        self._metrics.count(prefetch_misses=len(block_indices))
+        with self.apart(layer, lane, block_indices) as (keys, values):
+            yield keys, values, lambda offsets: compact(offsets, block_indices, layer.block_tokens)
+
+    def discard(self, layer: LayerState) -> None:
+        """Forget the load of a layer, if there is one: its rows are changing or it goes away."""
+        with self._lock:
+            load = self._loads.pop(layer, None)
+        if load is not None:
+            self.cancel(load)
+
+    @contextmanager
+    def apart(
+        self, layer: LayerState, lane: Lane, block_indices: Sequence[int]
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Some blocks of a layer side by side, K and V `[B, H, tokens, D]`, read into a buffer of their own that
+        lives as long as the context. Blocks. Other loads are left alone.
+
+        Raises:
+            TierReadError: a block could not be read.
+        """
+        buffer = LoadBuffer.empty(lane.engine)
+        tokens = len(block_indices) * layer.block_tokens
+        load = self._load_into(buffer, layer, lane, "", tokens)
+        starts = [position * layer.block_tokens for position in range(len(block_indices))]
+        self._submit(load, block_indices, starts, awaited=True)
+        try:
+            load.lane.wait(load.tasks)
+            yield load.keys[:, :, :tokens], load.values[:, :, :tokens]
+        finally:
+            self._residency.release(load.referenced)
+            lane.engine.free(buffer.storage)
+            load.tasks.clear()  # as in `_retire`
+
+    def _take(self, layer: LayerState) -> Load | None:
+        """The load of a layer that was started ahead of time, unless rows have changed since."""
+        with self._lock:
+            load = self._loads.pop(layer, None)
+        if load is not None and load.rows_version != layer.table.rows_version:
+            self.cancel(load)
+            return None
+        return load
+
+    def _some_buffer(self, lane: Lane, owner: str) -> LoadBuffer:
+        """A buffer for what attention waits for: it may cost anybody a load that looks ahead."""
+        buffer = lane.buffers.take() or self._take_over(lane, self._rival(lane, owner, at_any_cost=True))
+        if buffer is None:  # all are being read, or taken at this moment
+            buffer = lane.buffers.take(beyond=True)
+            assert buffer is not None
+        return buffer
+
+    def _load_into(self, buffer: LoadBuffer, layer: LayerState, lane: Lane, owner: str, tokens: int) -> Load:
+        """A load without tasks.
+
+        Raises:
+            torch.OutOfMemoryError: the buffer cannot be made large enough.
+        """
+        capacity_tokens = buffer.fit(layer.geometry, tokens)
+        keys, values = layer.geometry.carve(buffer.storage, capacity_tokens)
+        version = layer.table.rows_version
+        return Load(layer, lane, owner, buffer, buffer.released, capacity_tokens, version, keys, values)
+
+    def _grow(self, load: Load, tokens: int) -> None:
+        """Move what was loaded to a larger buffer: more tokens came at once than were expected."""
+        filled = slice(0, load.layer.sink_tokens + load.layer.sealed_tokens)
+        old_keys, old_values = load.keys, load.values
+        old_storage, load.buffer.storage = load.buffer.storage, load.lane.engine.allocate(0)
+        try:
+            load.buffer.fit(load.layer.geometry, tokens)
+        except BaseException:  # out of memory, say
+            load.buffer.storage = old_storage
+            raise
+        load.capacity_tokens = load.buffer.fit(load.layer.geometry, tokens)
+        load.keys, load.values = load.layer.geometry.carve(load.buffer.storage, load.capacity_tokens)
+        load.lane.engine.computes_with(old_storage)  # which another thread's stream may have allocated
+        load.keys[:, :, filled].copy_(old_keys[:, :, filled])
+        load.values[:, :, filled].copy_(old_values[:, :, filled])
+        load.buffer.released = load.lane.engine.record_compute()
+        load.lane.engine.free(old_storage)
+
+    def _submit(
+        self,
+        load: Load,
+        block_indices: Sequence[int],
+        starts: Sequence[int] | None = None,
+        awaited: bool = False,
+    ) -> None:
+        table = load.layer.table
+        if starts is None:
+            starts = [load.layer.sink_tokens + index * load.layer.block_tokens for index in block_indices]
+        blocks = {index: table.blocks[index] for index in block_indices}
+        self._residency.retain(blocks.values())
+        load.referenced += blocks.values()
+        load.loaded.update(blocks)
+        runs = list(split_runs(load.layer, block_indices, starts))
+        # Even without blocks: attention must wait for what a cancelled load still writes into this buffer.
+        load.tasks.append(load.lane.worker.submit(lambda: self._run(load, runs), awaited))
+
+    def _run(self, load: Load, runs: Sequence[Run]) -> Event | None:
+        """On the prefetch thread: read from the tiers and hand to the copy engine, piece by piece."""
+        lane = load.lane
+        for run in runs:
+            layout = run.blocks[0].layout
+            step = max(1, _READ_BYTES // layout.nbytes)
+            for first in range(0, len(run.blocks), step):
+                if load.cancelled:
+                    return None
+                blocks = run.blocks[first : first + step]
+                with lane.sources(blocks) as pieces:
+                    for piece, source in pieces:
+                        first_token = run.first_token + (first + piece.start) * layout.block_tokens
+                        placement = Placement(load.keys, load.values, layout, run.row_map, first_token)
+                        if source is not None:
+                            data = layout.over(source.data, 1)
+                            lane.engine.copy_in(data, placement, load.after, source.ready)
+                            lane.keep(blocks[piece.start], source)
+                        else:
+                            staged = layout.over(lane.stage(blocks[piece]), piece.stop - piece.start)
+                            lane.loading.busy_until(lane.engine.copy_in(staged, placement, load.after))
+        # Not only of this load's copies: one that was cancelled may still be writing to the same buffer.
+        return lane.engine.record_copy_in()
+
+    def cancel(self, load: Load) -> None:
+        """Nobody will `finish` this load."""
+        self._retire(load)
+        # The prefetch thread does one thing at a time: what it still does here precedes the buffer's next load.
+        load.lane.buffers.put_back(load.buffer)
+
+    def _retire(self, load: Load) -> None:
+        load.cancelled = True
+        if load.tasks:
+            referenced, release = load.referenced, self._residency.release
+            load.tasks[-1].add_done_callback(lambda: release(referenced))
+        # Neither does the callback hold the load, nor the load a task, or the error in it: a cycle would keep the
+        # buffer until the garbage collector runs.
+        load.tasks.clear()
+
+    def _take_over(self, lane: Lane, rival: LayerState | None) -> LoadBuffer | None:
+        """The buffer of a load that gives way."""
+        with self._lock:
+            load = self._loads.pop(rival, None) if rival is not None else None
+        if load is None:
+            return None
+        self._retire(load)
+        return load.buffer
+
+    def _rival(self, lane: Lane, owner: str, at_any_cost: bool = False) -> LayerState | None:
+        """The layer whose load gives way to one of `owner`: the last that was begun, of a request that is idle, or
+        else of the one with most loads ahead, if that is fair."""
+        with self._lock:
+            ahead: dict[str, list[LayerState]] = {owner: []}
+            for layer, load in self._loads.items():
+                if load.lane is lane:
+                    ahead.setdefault(load.owner, []).append(layer)
+            own = ahead.pop(owner)
+            for other, layers in ahead.items():
+                if self._updates - self._last_update.get(other, 0) > _IDLE_UPDATES:
+                    return layers[-1]
+            richest = max(ahead.values(), key=len, default=[])
+            if len(richest) > len(own) + 1 or (at_any_cost and richest):
+                return richest[-1]
+            return own[-1] if at_any_cost and own else None

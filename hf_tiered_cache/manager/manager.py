@@ -1,0 +1,395 @@
+"""`KVCacheManager`: the tiers behind a handful of calls, with or without transformers."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable, Sequence
+from concurrent.futures import CancelledError
+from contextlib import AbstractContextManager, suppress
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..attention.online import AttentionRule, OnlineAttention
+from ..core.config import TieredCacheConfig, parse_count
+from ..core.errors import ConfigError
+from ..core.geometry import Geometry
+from ..core.locks import TimedLock
+from ..core.metrics import CacheStats
+from ..sequence.layer_state import LayerState, check_layer_id
+from ..sequence.pressure import MemoryProbe, probe_memory
+from ..sequence.requests import Request, RequestBook, closed_error, layers_of
+from ..sequence.window_sizing import Windows
+from ..transfer.devices import make_engine
+from .operations import DataPaths, as_positions
+from .report import snapshot
+from .resources import EngineFactory, Resources
+
+
+class KVCacheManager:
+    """Holds K and V of requests in tiers: the newest tokens on the accelerator, older blocks in storage.
+
+    A request has layers; a layer has tokens, in order, for a batch of rows. Nothing is opened before the first
+    block leaves a window. Any number of threads may call: calls on one request wait for each other, calls on
+    different ones do not, and all share the tiers and their capacities. Calls block while storage is behind
+    (counted as stall). What went wrong in the background is raised by the next call that adds tokens, or by
+    `flush`.
+
+    ```python
+    with KVCacheManager(TieredCacheConfig(window_tokens=4096)) as manager:
+        manager.allocate("a", seq_len=100_000)
+        manager.append("a", layer_id, key, value)            # [B, H, T, D]
+        key, value = manager.fetch("a", layer_id, torch.tensor([3, 70_000]))
+    ```
+
+    Args:
+        cache_config: settings as one object; the defaults when `None`.
+        memory_probe: tells an automatic window how much memory a device has; see `probe_memory`.
+        engine_factory: makes the copy engine of a device.
+        options: single settings, which override `cache_config`; see `TieredCacheConfig`.
+
+    Raises:
+        ConfigError: a setting makes no sense, or a path is missing or not writable.
+    """
+
+    def __init__(
+        self,
+        cache_config: TieredCacheConfig | None = None,
+        *,
+        memory_probe: MemoryProbe = probe_memory,
+        engine_factory: EngineFactory = make_engine,
+        **options: Any,
+    ) -> None:
+        self.config = TieredCacheConfig.from_options(cache_config, options)
+        self._resources = Resources(self.config, engine_factory)
+        self._book = RequestBook(self._resources.metrics)
+        self._windows = Windows(self.config, memory_probe, self._resources.metrics)
+        self._paths = DataPaths(self._resources, self._book, self._windows)
+        self._closing = TimedLock(self._resources.metrics)
+        self._finalizer = weakref.finalize(self, self._resources.close_elsewhere)
+        self._finalizer.atexit = False
+
+    def __enter__(self) -> KVCacheManager:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close()` was called."""
+        return self._book.closed or self._resources.closed
+
+    def close(self) -> None:
+        """End threads, drop all requests, remove what was written. Blocks until calls of other threads have ended;
+        those that come later raise `CacheClosedError`. May be called twice."""
+        with self._closing:
+            for request in self._book.close():
+                self._drop(request)
+            self._finalizer.detach()
+            self._resources.close()
+
+    # -- requests ---------------------------------------------------------------------------------------------
+
+    def allocate(self, request_id: Hashable, seq_len: int = 0) -> None:
+        """Register a request.
+
+        Args:
+            request_id: a new name.
+            seq_len: tokens it is expected to reach; buffers are sized for it as soon as they are needed.
+
+        Raises:
+            ConfigError: the name is taken, or `seq_len` is negative.
+        """
+        self._check()
+        self._book.enter(self._book.make(request_id, parse_count(seq_len, "seq_len", 0)))
+
+    def free(self, request_id: Hashable) -> None:
+        """Forget a request and delete its blocks, except those that a fork still needs.
+
+        Raises:
+            ConfigError: there is no such request.
+        """
+        self._check()
+        self._drop(self._book.remove(request_id))
+
+    def abandon(self, request_id: Hashable) -> None:
+        """Free a request at the next call. For the garbage collector: takes no lock and does not block."""
+        self._book.abandon(request_id)
+
+    def fork(self, request_id: Hashable, new_request_id: Hashable) -> None:
+        """Register a second request with the same tokens. Sealed blocks are shared, windows are copied.
+
+        Raises:
+            ConfigError: there is no such request, or the new name is taken.
+        """
+        with self._using(request_id) as source:
+            twin = self._book.make(new_request_id, source.expected_tokens)
+            try:
+                for layer_idx, layer in source.layers.items():
+                    self._paths.fork(layer, twin, layer_idx)
+                self._book.enter(twin)
+            except BaseException:
+                self._drop(twin)
+                raise
+
+    def fork_layer(self, request_id: Hashable, layer_id: int, new_layer_id: int) -> None:
+        """Make a second layer of a request with the tokens of the first, blocks shared. None when it has none.
+
+        Raises:
+            ConfigError: there is no such request, or the new layer exists.
+        """
+        with self._using(request_id) as request:
+            if new_layer_id in request.layers:
+                raise ConfigError(f"layer {new_layer_id} of {request_id!r} exists: free_layer() it first")
+            if layer_id in request.layers:
+                self._paths.fork(request.layers[layer_id], request, new_layer_id)
+
+    def free_layer(self, request_id: Hashable, layer_id: int) -> None:
+        """Forget the tokens of one layer; without effect when it holds none."""
+        with self._using(request_id) as request:
+            layer = request.layers.pop(layer_id, None)
+            if layer is not None:
+                self._paths.forget(layer)
+
+    def batch_size(self, request_id: Hashable, layer_id: int) -> int | None:
+        """Rows of a layer's batch; `None` before its first `append`."""
+        layer = self._book.find(request_id).layers.get(layer_id)
+        return None if layer is None else layer.geometry.batch
+
+    def tokens(self, request_id: Hashable, layer_id: int) -> int:
+        """Tokens that a layer holds; 0 before its first `append`. Does not wait for a call that runs."""
+        layer = self._book.find(request_id).layers.get(layer_id)
+        return 0 if layer is None else layer.count_tokens()
+
+    def check_intact(self, request_id: Hashable, layer_id: int) -> None:
+        """Raise `TieredCacheError` if an interrupt has torn a layer, so that only `free` helps."""
+        layer = self._book.find(request_id).layers.get(layer_id)
+        if layer is not None:
+            layer.check_intact()
+
+    def overflows(self, request_id: Hashable, layer_id: int, new_tokens: int) -> bool:
+        """Whether blocks of a layer have left its window, or will when so many tokens are added."""
+        layer = self._book.find(request_id).layers.get(layer_id)
+        if layer is None:
+            return new_tokens > self.config.sink_tokens + self._windows.tokens + self.config.block_tokens
+        return bool(layer.table) or not layer.window.fits(new_tokens)
+
+    # -- data -------------------------------------------------------------------------------------------------
+
+    def append(self, request_id: Hashable, layer_id: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Add tokens to a layer. What leaves its window is sealed and written in the background.
+
+        Args:
+            request_id, layer_id: which layer.
+            key: `[B, Hk, T, Dk]`.
+            value: `[B, Hv, T, Dv]`, same batch, tokens, dtype and device.
+
+        Raises:
+            ConfigError: the tensors do not fit each other or what the layer holds; nothing was added.
+            TierError: storage failed. The tokens that were sealed or are in the window so far stay.
+        """
+        with self._using(request_id, adds_tokens=True) as request:
+            self._paths.append(self._layer(request, layer_id, key, value), key, value)
+
+    def update(
+        self, request_id: Hashable, layer_id: int, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add tokens to a layer and return all of its K and V, as attention needs them.
+
+        Args:
+            request_id, layer_id, key, value: as for `append`.
+
+        Returns:
+            K `[B, Hk, S, Dk]` and V `[B, Hv, S, Dv]`, views of reused buffers: valid until this thread's next
+            call, or another thread's on this request, and not to be written to. What was enqueued on the current
+            stream before that call may still read them.
+
+        Raises:
+            ConfigError: as for `append`.
+            TierError: as for `append`, or a block could not be read.
+        """
+        with self._using(request_id, adds_tokens=True) as request:
+            return self._paths.gather(request, self._layer(request, layer_id, key, value), key, value)
+
+    def attend(
+        self,
+        request_id: Hashable,
+        layer_id: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        rule: AttentionRule | None = None,
+    ) -> torch.Tensor:
+        """Add tokens to a layer and return their causal attention over all of its tokens.
+
+        K and V are taken a few blocks at a time through fixed buffers: accelerator memory does not depend on the
+        length of the sequence, and the result is exact; see `OnlineAttention`. Blocks while storage is behind.
+
+        Args:
+            request_id, layer_id, key, value: as for `append`.
+            query: `[B, Hq, T, Dk]`, the queries of the same tokens; `Hq` is a multiple of the heads of K and V.
+            rule: scale, mask and the like.
+
+        Returns:
+            `[B, T, Hq, Dv]` in query's dtype, or the rule's.
+
+        Raises:
+            ConfigError: the tensors do not fit each other or what the layer holds; nothing was added.
+            TierReadError: a block could not be read; nothing was added.
+            TierError: storage failed while older tokens left the window; the tokens added so far stay.
+        """
+        with self._using(request_id, adds_tokens=True) as request:
+            Geometry.of(key, value)
+            check_layer_id(layer_id)
+            rule = AttentionRule.of(rule)
+            held = request.layers.get(layer_id)
+            rule.check_fits(query, key, value, (held.tokens if held else 0) + key.shape[2])
+            layer = self._layer(request, layer_id, key, value)
+            with (
+                self._resources.seats(key.device).seat(request) as seat,
+                OnlineAttention(query, key.shape[1], value.shape[3], rule, seat.account) as attention,
+            ):
+                self._paths.attend(request, layer, key, value, attention, seat)
+                return attention.finish()
+
+    def fetch(
+        self, request_id: Hashable, layer_id: int, positions: torch.Tensor | Sequence[int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return K and V of some tokens.
+
+        Args:
+            request_id, layer_id: which layer.
+            positions: 1-D, token indices in any order, repeats allowed.
+
+        Returns:
+            K `[B, Hk, P, Dk]` and V `[B, Hv, P, Dv]` in the order of `positions`, new tensors on the layer's
+            device.
+
+        Raises:
+            ConfigError: no such layer, or a position outside `[0, tokens)`.
+            TierReadError: a block could not be read.
+        """
+        with self._using(request_id) as request:
+            layer = request.existing_layer(layer_id)
+            wanted = as_positions(positions, layer.tokens)
+            self._paths.begin(request, layer_id)
+            return self._paths.fetch(layer, wanted)
+
+    def prefetch(
+        self, request_id: Hashable, predicted_positions: torch.Tensor | Sequence[int] | None = None
+    ) -> int:
+        """Start to load blocks for the layers that come next, in the order learnt so far, as many as there are
+        free buffers (at least `prefetch_layers`, per device). `update` and `fetch` find them on their way. Does
+        not block.
+
+        Args:
+            request_id: which request.
+            predicted_positions: 1-D, token indices, whose blocks are loaded; those in sink or window need no
+                load. `None`: the blocks that, going by how they were read so far, will be read with a
+                probability of at least `prefetch_threshold`.
+
+        Returns:
+            For how many layers a load was started.
+        """
+        with self._using(request_id) as request:
+            longest = max((layer.tokens for layer in request.layers.values()), default=0)
+            positions = None if predicted_positions is None else as_positions(predicted_positions, longest)
+            return self._paths.prefetch(request, positions)
+
+    def evict(self, request_id: Hashable) -> int:
+        """Let a request leave the accelerator: seal every full block of its windows. Blocks on storage. Sink
+        tokens and the newest tokens that fill no block stay, and the request can be used as before.
+
+        Returns:
+            How many blocks were sealed.
+
+        Raises:
+            TierError: storage failed; what was not sealed is still in the window.
+        """
+        with self._using(request_id, adds_tokens=True) as request:
+            return sum(self._paths.evict(layer) for layer in request.layers.values())
+
+    def flush(self) -> None:
+        """Wait until every sealed block is in a tier. Blocks.
+
+        Raises:
+            TierError: one could not be written.
+        """
+        self._check()
+        try:
+            self._resources.flush()
+        except (RuntimeError, CancelledError) as error:
+            if self.closed:
+                raise closed_error() from error
+            raise
+
+    # -- changes of what is held --------------------------------------------------------------------------------
+
+    def crop(self, request_id: Hashable, layer_id: int, tokens_to_remove: int) -> None:
+        """Remove the newest tokens of a layer. A crop into sealed blocks drops them whole and takes what remains
+        of the one on the border back into the window (blocks on its read).
+
+        Raises:
+            ConfigError: `tokens_to_remove` is negative.
+            TierReadError: the block on the border could not be read; nothing was removed.
+        """
+        with self._using(request_id) as request:
+            layer = request.existing_layer(layer_id)
+            tokens_to_remove = parse_count(tokens_to_remove, "tokens_to_remove", 0)
+            self._paths.crop(layer, max(0, layer.tokens - tokens_to_remove))
+
+    def select_rows(self, request_id: Hashable, layer_id: int, rows: Sequence[int] | np.ndarray[Any, Any]) -> None:
+        """Let batch row `i` of a layer be what row `rows[i]` was: reorders, repeats or drops rows. Moves the
+        window's data only; for sealed blocks a row map changes."""
+        with self._using(request_id) as request:
+            layer = request.existing_layer(layer_id)
+            index = as_positions(rows, layer.geometry.batch, f"rows of a batch of {layer.geometry.batch}")
+            self._paths.select_rows(layer, index)
+
+    # -- numbers ------------------------------------------------------------------------------------------------
+
+    def stats(self) -> CacheStats:
+        """A snapshot of what the tiers hold and have done."""
+        return snapshot(self._resources, self._windows, list(layers_of(self._book.all())))
+
+    # -- inside -----------------------------------------------------------------------------------------------
+
+    def _check(self, adds_tokens: bool = False) -> None:
+        """No call after `close()`, and no new tokens before an earlier failure was heard."""
+        if self.closed:
+            raise closed_error()
+        self._resources.check_process()
+        if adds_tokens and self._resources.write_back is not None:
+            self._resources.write_back.raise_failure()
+        for request_id in self._book.abandoned():
+            with suppress(ConfigError):  # it was freed as well
+                self._drop(self._book.remove(request_id))
+
+    def _using(self, request_id: Hashable, adds_tokens: bool = False) -> AbstractContextManager[Request]:
+        """Work on a request, when nobody else does."""
+        self._check(adds_tokens)
+        return self._book.using(request_id)
+
+    def _drop(self, request: Request) -> None:
+        with request.lock:
+            request.freed = True
+            for layer in request.layers.values():
+                self._paths.forget(layer)
+            request.layers.clear()
+        self._book.gone(request)
+
+    def _layer(self, request: Request, layer_id: int, key: torch.Tensor, value: torch.Tensor) -> LayerState:
+        """The layer to which these tensors can be appended, made if it is the first time."""
+        geometry = Geometry.of(key, value)
+        check_layer_id(layer_id)
+        layer = request.layers.get(layer_id)
+        if layer is None:
+            layer = self._paths.new_layer(request, layer_id, geometry, key.device)
+        else:
+            layer.check_intact()
+            layer.check_fits(geometry, key.device)
+            layer.window.follow()
+        self._paths.begin(request, layer_id)
+        return layer

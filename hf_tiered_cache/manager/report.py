@@ -1,0 +1,50 @@
+"""What `stats()` tells, put together from the counters and from what layers and tiers hold just now."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..core.metrics import CacheStats, TierStats
+from ..sequence.layer_state import LayerState
+from ..sequence.window_sizing import Windows
+from .resources import Resources
+
+
+def snapshot(resources: Resources, windows: Windows, layers: Sequence[LayerState]) -> CacheStats:
+    """The state of a manager with these layers."""
+    metrics, config = resources.metrics, resources.config
+    share = 1 / max(1, len(layers))
+    tiers = {
+        "L0": TierStats(
+            tokens=sum(layer.window.tokens for layer in layers) * share,
+            blocks=resources.resident_blocks,
+            bytes=metrics.l0_bytes,
+            capacity_bytes=None,
+            bytes_written=metrics["L0_written"],
+            bytes_read=metrics["L0_read"],
+            hits=metrics["L0_hits"],
+        )
+    }
+    for name, configured in (
+        ("host", config.host_capacity_bytes),
+        ("L1", config.l1_capacity_bytes),
+        ("L2", None),
+    ):
+        tier = resources.tiers.get(name)
+        tiers[name] = TierStats(
+            tokens=sum(layer.tokens_in(name) for layer in layers) * share,
+            blocks=tier.blocks if tier else 0,
+            bytes=tier.used_bytes if tier else 0,
+            capacity_bytes=tier.capacity_bytes if tier else configured,
+            bytes_written=metrics[f"{name}_written"],
+            bytes_read=metrics[f"{name}_read"],
+            hits=metrics[f"{name}_hits"],
+        )
+    l1 = resources.tiers.get("L1")
+    return metrics.snapshot(
+        sequence_tokens=max((layer.count_tokens() for layer in layers), default=0),
+        window_tokens=windows.tokens,
+        window_changes=windows.changes,
+        tiers=tiers,
+        l1_io_mode=l1.io_mode if l1 else None,
+    )

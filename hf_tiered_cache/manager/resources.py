@@ -1,0 +1,303 @@
+"""What a manager opens and must close again: threads, tiers, private directories."""
+
+from __future__ import annotations
+
+import _thread
+import atexit
+import logging
+import os
+import shutil
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+
+from ..core.config import TieredCacheConfig
+from ..core.errors import CacheClosedError, TierError
+from ..core.host_memory import available_bytes
+from ..core.locks import TimedLock
+from ..core.metrics import Metrics
+from ..loading.pipeline import Lane
+from ..loading.prefetch import Prefetcher
+from ..loading.reader import BlockStream
+from ..loading.reader_pool import Seat, Seats
+from ..residency.device_pool import ResidentPool
+from ..residency.eviction import make_eviction_policy
+from ..residency.heat import HeatTable
+from ..residency.mover import Mover
+from ..residency.table import Residency
+from ..residency.writeback import WriteBack
+from ..sequence.layer_state import LayerState
+from ..tiers import Tier, TierRegistry
+from ..tiers.choice import TierChoice, choose_l1, choose_l2
+from ..tiers.io import failures_as_tier_errors
+from ..tiers.workspace import PrivateDirectory
+from ..transfer.engine import CopyEngine
+from ..transfer.worker import BACKGROUND_NICENESS, Worker
+
+logger = logging.getLogger(__name__)
+
+# Of what is free in host memory, and on L1's file system, when the user set no capacity.
+_DEFAULT_HOST_SHARE = 0.1
+_DEFAULT_DISK_SHARE = 0.8
+
+EngineFactory = Callable[[torch.device, Metrics], CopyEngine]
+
+
+class Resources:
+    """Engines, lanes and tiers of one manager.
+
+    Tiers and threads come into being when the first block is sealed: a context that fits its window touches no
+    storage. Until then `residency`, `write_back` and `prefetcher` are `None`.
+
+    Args:
+        config: settings; names and paths are checked at once.
+        engine_factory: makes the copy engine of a device.
+
+    Raises:
+        ConfigError: a path is missing or not writable, a tier or policy does not exist, or a tier refuses its
+            settings.
+    """
+
+    def __init__(self, config: TieredCacheConfig, engine_factory: EngineFactory) -> None:
+        self.config = config
+        self.metrics = Metrics()
+        self.tiers: dict[str, Tier] = {}
+        self.residency: Residency | None = None
+        self.write_back: WriteBack | None = None
+        self.prefetcher: Prefetcher | None = None
+        self.closed = False
+        self._owner_pid = os.getpid()
+        self._close_lock = threading.Lock()
+        self._engine_factory = engine_factory
+        self._background = Worker("write-back", BACKGROUND_NICENESS)
+        self._engines: dict[torch.device, CopyEngine] = {}
+        self._lanes: dict[torch.device, Lane] = {}
+        self._seats: dict[torch.device, Seats] = {}
+        self._opening = TimedLock(self.metrics)
+        self._directories: list[PrivateDirectory] = []
+        self._l1, self._l2 = choose_l1(config), choose_l2(config)
+        make_eviction_policy(config.eviction_policy, HeatTable(), config)
+
+    def check_process(self) -> None:
+        """Raise in a child that was forked from the process which made this.
+
+        Raises:
+            CacheClosedError: it was.
+        """
+        if self._owner_pid != os.getpid():
+            raise CacheClosedError(
+                "the cache belongs to the parent process, and so do its threads: make a new one"
+            )
+
+    def engine(self, device: torch.device) -> CopyEngine:
+        """The copy engine of a device."""
+        engine = self._engines.get(device)
+        if engine is None:
+            with self._opening:
+                if device not in self._engines:
+                    self._engines[device] = self._engine_factory(device, self.metrics)
+                engine = self._engines[device]
+        return engine
+
+    def lane(self, device: torch.device) -> Lane:
+        """The copy path of a device; opens the tiers the first time.
+
+        Raises:
+            TierError: a private directory cannot be made.
+        """
+        lane = self._lanes.get(device)
+        if lane is None:
+            engine = self.engine(device)
+            with self._opening:
+                if device not in self._lanes:
+                    self._lanes[device] = self._open_lane(engine)
+                lane = self._lanes[device]
+        return lane
+
+    @property
+    def resident_blocks(self) -> int:
+        """Blocks that stay on accelerators beside the windows."""
+        return sum(lane.resident.blocks for lane in list(self._lanes.values()))
+
+    def seats(self, device: torch.device) -> Seats:
+        """Where those attend who take blocks part by part."""
+        seats = self._seats.get(device)
+        if seats is None:
+            engine = self.engine(device)
+            with self._opening:
+                seats = self._seats.setdefault(device, Seats(engine, self.metrics, self.config.concurrent_streams))
+        return seats
+
+    def block_stream(self, device: torch.device, seat: Seat) -> BlockStream:
+        """The buffers of a seat, through which sealed blocks reach an attention that takes them part by part."""
+        if seat.stream is None:
+            lane, config = self.lane(device), self.config
+            assert self.residency is not None
+            seat.stream = BlockStream(
+                lane, self.residency, self.metrics, config.stream_buffers, config.stream_buffer_bytes
+            )
+        return seat.stream
+
+    def step(self) -> None:
+        """A forward pass begins."""
+        for lane in list(self._lanes.values()):
+            lane.buffers.leave_for_ended_threads()
+        if self.write_back is not None:
+            assert self.residency is not None
+            self.residency.step()
+            self.write_back.balance_soon()
+
+    def forget(self, layer: LayerState) -> None:
+        """A layer goes away: drop what is being loaded of it."""
+        if self.prefetcher is not None:
+            self.prefetcher.discard(layer)
+        for seats in list(self._seats.values()):
+            seats.forget(layer)
+
+    def _open_lane(self, engine: CopyEngine) -> Lane:
+        if self.write_back is None:
+            self.write_back = self._open_tiers()
+        assert self.residency is not None
+        config = self.config
+        policy = make_eviction_policy(config.eviction_policy, self.residency.heat, config)
+        resident = ResidentPool(engine, self.residency, policy, self.metrics, config.resident_bytes)
+        return Lane(
+            engine,
+            self.residency,
+            self.write_back,
+            resident,
+            self.metrics,
+            prefetch_layers=config.prefetch_layers,
+            staging_blocks=config.staging_blocks,
+        )
+
+    def _open_tiers(self) -> WriteBack:
+        global _storage_pid
+        if _storage_pid not in (None, os.getpid()):
+            raise TierError(
+                "this process was forked from one whose caches use storage, which tensorstore does not survive: "
+                "start it with multiprocessing's 'spawn' or 'forkserver'"
+            )
+        _storage_pid = os.getpid()
+        _open_resources.add(self)
+        with ExitStack() as undo:
+            tiers = self._open_each(undo)
+            residency = Residency(tiers, self.metrics, self._background)
+            policies = [
+                make_eviction_policy(self.config.eviction_policy, residency.heat, self.config) for _ in tiers[:-1]
+            ]
+            undo.pop_all()
+        self.tiers = {tier.name: tier for tier in tiers}
+        self.residency = residency
+        self.prefetcher = Prefetcher(residency, self.metrics)
+        mover = Mover(residency, policies, self.config, self.metrics)
+        return WriteBack(residency, mover, self.metrics, self._background)
+
+    def _open_each(self, undo: ExitStack) -> list[Tier]:
+        """The tiers from the nearest to the farthest, each to be closed again by `undo`."""
+        config = self.config
+        tiers: list[Tier] = []
+
+        def open_tier(choice: TierChoice, root: Path | None, capacity_bytes: int | None) -> None:
+            tiers.append(choice.open(root, capacity_bytes, config))
+            undo.callback(_close_tier, tiers[-1])
+
+        capacity = config.host_capacity_bytes
+        if capacity is None:
+            capacity = int(available_bytes() * _DEFAULT_HOST_SHARE)
+        if capacity:
+            open_tier(TierChoice("host", TierRegistry.get("host"), None), None, capacity)
+        if self._l1 is not None:
+            root, capacity = self._private_directory(self._l1, undo), config.l1_capacity_bytes
+            if capacity is None and root is not None:
+                capacity = int(shutil.disk_usage(root).free * _DEFAULT_DISK_SHARE)
+            open_tier(self._l1, root, capacity)
+        if self._l2 is not None:
+            open_tier(self._l2, self._private_directory(self._l2, undo), None)
+        return tiers
+
+    def flush(self) -> None:
+        """Wait until every block is in a tier and what nobody needs is deleted. Blocks.
+
+        Raises:
+            TierError: a block could not be stored.
+        """
+        if self.write_back is not None:
+            for lane in list(self._lanes.values()):
+                lane.worker.submit(lambda: None).result()  # loads that were given up hold blocks until their turn
+            self.write_back.flush()
+
+    def _private_directory(self, choice: TierChoice, undo: ExitStack) -> Path | None:
+        if choice.base is None:
+            return None
+        directory = PrivateDirectory(choice.base)
+        self._directories.append(directory)
+        undo.callback(self._directories.remove, directory)
+        undo.callback(directory.close)
+        logger.info("blocks go to %s", directory.path)
+        return directory.path
+
+    def close(self) -> None:
+        """End threads, close tiers, remove directories. Blocks, but not for deletions of what goes with its
+        directory anyway. May be called twice, and from any thread.
+
+        Raises:
+            TierError: a tier without a directory could not be cleared or closed; all else is closed.
+        """
+        with self._close_lock, ExitStack() as closing:
+            if self.closed:
+                return
+            if self.residency is not None:
+                self.residency.garbage.stop()
+            self.closed = True
+            _open_resources.discard(self)
+            # Backwards: first the threads that copy, then the one that writes, then the files.
+            for directory in self._directories:
+                closing.callback(directory.close)
+            for tier in self.tiers.values():
+                closing.callback(_close_tier, tier)
+            closing.callback(self._background.close)
+            for seats in self._seats.values():
+                closing.callback(seats.close)
+            for engine in self._engines.values():
+                closing.callback(engine.close)
+            for lane in self._lanes.values():
+                closing.callback(lane.close)
+
+    def close_elsewhere(self) -> None:
+        """Close from a new thread. For the garbage collector, which runs in the middle of anything: there it may
+        neither take a lock nor wait for a thread (so not even `threading` may start this one)."""
+        _thread.start_new_thread(self._close_unasked, ())
+
+    def _close_unasked(self) -> None:
+        """Close when nobody is there who could be told what goes wrong."""
+        try:
+            self.close()
+        except Exception as error:
+            logger.warning("a cache was not closed in order: %s", error)
+
+
+def _close_tier(tier: Tier) -> None:
+    """Close a tier, and remove what it stores where that does not go with a directory."""
+    with failures_as_tier_errors(f"{tier.name}: closing"):
+        try:
+            if not tier.needs_directory:
+                tier.clear()
+        finally:
+            tier.close()
+
+
+# The process in which storage was first used.
+_storage_pid: int | None = None
+
+_open_resources: weakref.WeakSet[Resources] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    for resources in list(_open_resources):
+        resources._close_unasked()

@@ -1,0 +1,8 @@
+"""How much memory a cache will need, before it exists.
+
+Imports `loading`, `sequence`, `attention` and `core` for their sizes. Begin with `planner`.
+"""
+
+from .planner import LayerShapes, StreamingL0, plan_streaming
+
+__all__ = ["LayerShapes", "StreamingL0", "plan_streaming"]

@@ -1,0 +1,11 @@
+"""Which tier holds a copy of which block, and what moves blocks between tiers.
+
+Imports `core`, `tiers` and `transfer`. Begin with `table`.
+"""
+
+from .eviction import EvictionPolicy, register_eviction
+from .heat import HeatTable
+from .mover import Mover
+from .writeback import WriteBack
+
+__all__ = ["EvictionPolicy", "HeatTable", "Mover", "WriteBack", "register_eviction"]
