@@ -99,9 +99,9 @@ class _Decoder:
         sleeping: Any = _SleepingAttention(attention_seconds / self._arguments.context)
         with (
             self.manager._using(_REQUEST) as request,
-            self.manager._resources.seats(self._key.device).seat(request) as seat,
+            self.manager._resources.reader_pool(self._key.device).lease(request) as lease,
         ):
-            self.manager._paths.attend(request, request.layers[layer], self._key, self._key, sleeping, seat)
+            self.manager._operations.attend(request, request.layers[layer], self._key, self._key, sleeping, lease)
 
     def step_seconds(self, attend: Callable[[int], None], layer_seconds: float = 0.0) -> float:
         """Time of a step over all layers, each of which also computes for some time; the mean over several."""

@@ -141,11 +141,10 @@ class TieredCacheConfig:
         eviction: policy that names the blocks which leave a tier first; see `register_eviction`. Default:
             `"pinned"`, which in exact mode no other can beat.
         high_watermark, low_watermark: when more than this share of a tier's capacity is occupied, its coldest
-            blocks sink one tier, in the background, until no more than the other share is.
-        protection_steps: a block that was read in so many last steps (forward passes, of any request) does not
-            sink.
-        warmup_steps: so many steps must have passed before blocks sink or rise because of how often they were
-            read.
+            blocks are demoted one tier, in the background, until no more than the other share is.
+        protection_steps: a block that was read in the last so many steps (forward passes, of any request) is not
+            demoted.
+        warmup_steps: number of steps before blocks are demoted or promoted because of how often they were read.
         prefetch_threshold: probability of being read from which on a block is loaded ahead of time, where the
             blocks to come are not known for certain.
         l1_tier, l2_tier: storage implementations; see `register_tier`. Default: `"nvme"`, and `"zarr"` where there

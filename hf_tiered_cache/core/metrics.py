@@ -49,7 +49,7 @@ class CacheStats:
         sequence_tokens: tokens in the cache (the longest layer of the longest request).
         tiers: `"L0"`, `"host"`, `"L1"` and `"L2"`.
         blocks_sealed: blocks that left the window.
-        blocks_demoted: blocks that sank from a tier to one below, or gave up a copy there.
+        blocks_demoted: blocks that moved from a tier to one below, or lost their copy in the upper one.
         blocks_promoted: blocks of which a tier got a copy from one below.
         swap_ins_per_second, swap_outs_per_second: blocks that went to the accelerator, and that left it, in the
             last ten seconds.
@@ -110,8 +110,8 @@ class CacheStats:
             f"stalls {self.read_stall_seconds:.2f} s reading, {self.write_stall_seconds:.2f} s writing"
         )
         rows.append(
-            f"windows of {self.window_tokens:,} tokens; {self.blocks_demoted:,} blocks sank, "
-            f"{self.blocks_promoted:,} rose; {self.lock_wait_seconds:.2f} s waiting for locks"
+            f"windows of {self.window_tokens:,} tokens; {self.blocks_demoted:,} blocks demoted, "
+            f"{self.blocks_promoted:,} promoted; {self.lock_wait_seconds:.2f} s waiting for locks"
         )
         rows.append(
             f"swaps in the last {_RATE_SECONDS} s: {self.swap_ins_per_second:.0f} blocks in and "

@@ -13,8 +13,8 @@ from ..core.blocks import Block, BlockLayout, as_bits
 from ..core.errors import CacheClosedError
 from ..core.locks import TimedLock
 from ..core.metrics import Metrics
-from ..residency.device_pool import ResidentPool
-from ..residency.table import Residency
+from ..residency.device_pool import DevicePool
+from ..residency.table import ResidencyTable
 from ..residency.writeback import WriteBack
 from ..sequence.layer_state import LayerState
 from ..sequence.window import WindowBuffer
@@ -36,7 +36,7 @@ class Source:
     ready: Event | None = None
 
 
-class Lane:
+class DevicePipeline:
     """The copy path of one device.
 
         compute stream: window ──pack──▶ pack slot        gather buffer ──▶ attention
@@ -58,9 +58,9 @@ class Lane:
     def __init__(
         self,
         engine: CopyEngine,
-        residency: Residency,
+        residency: ResidencyTable,
         write_back: WriteBack,
-        resident: ResidentPool,
+        resident: DevicePool,
         metrics: Metrics,
         prefetch_layers: int,
         staging_blocks: int,

@@ -19,13 +19,13 @@ import torch
 from ..core.blocks import Block
 from ..core.locks import TimedLock
 from ..core.metrics import Metrics
-from ..residency.table import Residency
+from ..residency.table import ResidencyTable
 from ..sequence.layer_state import LayerState
 from ..transfer.engine import Event
 from ..transfer.worker import Task
 from .buffers import LoadBuffer
-from .pipeline import Lane
-from .scatter import Placement, Run, compact, split_runs
+from .pipeline import DevicePipeline
+from .scatter import Scatter, ScatterRun, packed_offsets, split_runs
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class Load:
     """
 
     layer: LayerState
-    lane: Lane
+    pipeline: DevicePipeline
     owner: str
     buffer: LoadBuffer
     after: Event
@@ -70,7 +70,7 @@ class Prefetcher:
         metrics: counts hits, misses, stalls and waits.
     """
 
-    def __init__(self, residency: Residency, metrics: Metrics) -> None:
+    def __init__(self, residency: ResidencyTable, metrics: Metrics) -> None:
         self._residency = residency
         self._metrics = metrics
         self._lock = TimedLock(metrics)
@@ -78,7 +78,9 @@ class Prefetcher:
         self._updates = 0
         self._last_update: dict[str, int] = {}
 
-    def start(self, layer: LayerState, lane: Lane, owner: str, block_indices: Sequence[int], tokens: int) -> bool:
+    def start(
+        self, layer: LayerState, pipeline: DevicePipeline, owner: str, block_indices: Sequence[int], tokens: int
+    ) -> bool:
         """Begin to load blocks of a layer ahead of time, unless a load of it is under way or there is no buffer.
 
         Loads of requests that have more of them, or that are not being used, give way.
@@ -91,14 +93,14 @@ class Prefetcher:
         """
         if layer in self._loads or not block_indices:
             return False
-        buffer = lane.buffers.take() or self._take_over(lane, self._rival(lane, owner))
+        buffer = pipeline.buffers.take() or self._take_over(pipeline, self._rival(pipeline, owner))
         if buffer is None:
             return False
         try:
-            load = self._load_into(buffer, layer, lane, owner, tokens)
+            load = self._load_into(buffer, layer, pipeline, owner, tokens)
         except torch.OutOfMemoryError:
             logger.debug("no memory to load layer %d ahead of time", layer.layer_idx)
-            lane.buffers.put_back(buffer)
+            pipeline.buffers.put_back(buffer)
             return False
         self._submit(load, block_indices)
         with self._lock:
@@ -109,13 +111,13 @@ class Prefetcher:
         """Whether a load of this layer was started ahead of time."""
         return layer in self._loads
 
-    def begin(self, layer: LayerState, lane: Lane, owner: str, tokens: int) -> Load:
+    def begin(self, layer: LayerState, pipeline: DevicePipeline, owner: str, tokens: int) -> Load:
         """Make sure that all sealed blocks of a layer are being loaded; the caller passes the load to `finish`.
 
         What was started before counts as prefetched. If every buffer is taken by loads for other layers, one
         of them gives way.
         """
-        lane.buffers.enter()
+        pipeline.buffers.enter()
         with self._lock:
             self._updates += 1
             self._last_update.pop(owner, None)
@@ -128,11 +130,11 @@ class Prefetcher:
             self.cancel(load)
             load = None
         if load is None:
-            buffer = self._some_buffer(lane, owner)
+            buffer = self._some_buffer(pipeline, owner)
             try:
-                load = self._load_into(buffer, layer, lane, owner, tokens)
+                load = self._load_into(buffer, layer, pipeline, owner, tokens)
             except BaseException:  # out of memory, say
-                lane.buffers.put_back(buffer)
+                pipeline.buffers.put_back(buffer)
                 raise
         # A crop, or a seal since, may have changed blocks after the load began.
         missing = [index for index, block in enumerate(blocks) if load.loaded.get(index) is not block]
@@ -149,21 +151,21 @@ class Prefetcher:
             TierReadError: a block could not be read.
         """
         try:
-            load.lane.wait(load.tasks)
+            load.pipeline.wait(load.tasks)
             # No copy has waited for it if there was none.
-            load.lane.engine.compute_waits(load.after)
+            load.pipeline.engine.compute_waits(load.after)
             if load.capacity_tokens < tokens:
                 self._grow(load, tokens)
         except BaseException:
             self.cancel(load)
             raise
         self._residency.release(load.referenced)
-        load.lane.buffers.use(load.buffer)
+        load.pipeline.buffers.use(load.buffer)
         return load.keys[:, :, :tokens], load.values[:, :, :tokens]
 
     @contextmanager
     def blocks(
-        self, layer: LayerState, lane: Lane, block_indices: Sequence[int]
+        self, layer: LayerState, pipeline: DevicePipeline, block_indices: Sequence[int]
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]]]:
         """Some blocks of a layer, from a load if one has them, else read now. Blocks.
 
@@ -174,7 +176,7 @@ class Prefetcher:
         Raises:
             TierReadError: a block could not be read.
         """
-        lane.buffers.enter()
+        pipeline.buffers.enter()
         load = self._take(layer)
         if load is not None and all(load.loaded.get(i) is layer.table.blocks[i] for i in block_indices):
             self._metrics.count(prefetch_hits=len(block_indices))
@@ -182,14 +184,14 @@ class Prefetcher:
             try:
                 yield keys, values, lambda offsets: offsets + layer.sink_tokens
             finally:
-                lane.buffers.leave()
+                pipeline.buffers.leave()
             return
-        lane.buffers.leave()
+        pipeline.buffers.leave()
         if load is not None:
             self.cancel(load)
         self._metrics.count(prefetch_misses=len(block_indices))
-        with self.apart(layer, lane, block_indices) as (keys, values):
-            yield keys, values, lambda offsets: compact(offsets, block_indices, layer.block_tokens)
+        with self.apart(layer, pipeline, block_indices) as (keys, values):
+            yield keys, values, lambda offsets: packed_offsets(offsets, block_indices, layer.block_tokens)
 
     def discard(self, layer: LayerState) -> None:
         """Forget the load of a layer, if there is one: its rows are changing or it goes away."""
@@ -200,7 +202,7 @@ class Prefetcher:
 
     @contextmanager
     def apart(
-        self, layer: LayerState, lane: Lane, block_indices: Sequence[int]
+        self, layer: LayerState, pipeline: DevicePipeline, block_indices: Sequence[int]
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Some blocks of a layer side by side, K and V `[B, H, tokens, D]`, read into a buffer of their own that
         lives as long as the context. Blocks. Other loads are left alone.
@@ -208,17 +210,17 @@ class Prefetcher:
         Raises:
             TierReadError: a block could not be read.
         """
-        buffer = LoadBuffer.empty(lane.engine)
+        buffer = LoadBuffer.empty(pipeline.engine)
         tokens = len(block_indices) * layer.block_tokens
-        load = self._load_into(buffer, layer, lane, "", tokens)
+        load = self._load_into(buffer, layer, pipeline, "", tokens)
         starts = [position * layer.block_tokens for position in range(len(block_indices))]
         self._submit(load, block_indices, starts, awaited=True)
         try:
-            load.lane.wait(load.tasks)
+            load.pipeline.wait(load.tasks)
             yield load.keys[:, :, :tokens], load.values[:, :, :tokens]
         finally:
             self._residency.release(load.referenced)
-            lane.engine.free(buffer.storage)
+            pipeline.engine.free(buffer.storage)
             load.tasks.clear()  # as in `_retire`
 
     def _take(self, layer: LayerState) -> Load | None:
@@ -230,15 +232,19 @@ class Prefetcher:
             return None
         return load
 
-    def _some_buffer(self, lane: Lane, owner: str) -> LoadBuffer:
+    def _some_buffer(self, pipeline: DevicePipeline, owner: str) -> LoadBuffer:
         """A buffer for what attention waits for: it may cost anybody a load that looks ahead."""
-        buffer = lane.buffers.take() or self._take_over(lane, self._rival(lane, owner, at_any_cost=True))
+        buffer = pipeline.buffers.take() or self._take_over(
+            pipeline, self._rival(pipeline, owner, at_any_cost=True)
+        )
         if buffer is None:  # all are being read, or taken at this moment
-            buffer = lane.buffers.take(beyond=True)
+            buffer = pipeline.buffers.take(beyond=True)
             assert buffer is not None
         return buffer
 
-    def _load_into(self, buffer: LoadBuffer, layer: LayerState, lane: Lane, owner: str, tokens: int) -> Load:
+    def _load_into(
+        self, buffer: LoadBuffer, layer: LayerState, pipeline: DevicePipeline, owner: str, tokens: int
+    ) -> Load:
         """A load without tasks.
 
         Raises:
@@ -247,13 +253,13 @@ class Prefetcher:
         capacity_tokens = buffer.fit(layer.geometry, tokens)
         keys, values = layer.geometry.carve(buffer.storage, capacity_tokens)
         version = layer.table.rows_version
-        return Load(layer, lane, owner, buffer, buffer.released, capacity_tokens, version, keys, values)
+        return Load(layer, pipeline, owner, buffer, buffer.released, capacity_tokens, version, keys, values)
 
     def _grow(self, load: Load, tokens: int) -> None:
         """Move what was loaded to a larger buffer: more tokens came at once than were expected."""
         filled = slice(0, load.layer.sink_tokens + load.layer.sealed_tokens)
         old_keys, old_values = load.keys, load.values
-        old_storage, load.buffer.storage = load.buffer.storage, load.lane.engine.allocate(0)
+        old_storage, load.buffer.storage = load.buffer.storage, load.pipeline.engine.allocate(0)
         try:
             load.buffer.fit(load.layer.geometry, tokens)
         except BaseException:  # out of memory, say
@@ -261,11 +267,11 @@ class Prefetcher:
             raise
         load.capacity_tokens = load.buffer.fit(load.layer.geometry, tokens)
         load.keys, load.values = load.layer.geometry.carve(load.buffer.storage, load.capacity_tokens)
-        load.lane.engine.computes_with(old_storage)  # which another thread's stream may have allocated
+        load.pipeline.engine.computes_with(old_storage)  # which another thread's stream may have allocated
         load.keys[:, :, filled].copy_(old_keys[:, :, filled])
         load.values[:, :, filled].copy_(old_values[:, :, filled])
-        load.buffer.released = load.lane.engine.record_compute()
-        load.lane.engine.free(old_storage)
+        load.buffer.released = load.pipeline.engine.record_compute()
+        load.pipeline.engine.free(old_storage)
 
     def _submit(
         self,
@@ -283,11 +289,11 @@ class Prefetcher:
         load.loaded.update(blocks)
         runs = list(split_runs(load.layer, block_indices, starts))
         # Even without blocks: attention must wait for what a cancelled load still writes into this buffer.
-        load.tasks.append(load.lane.worker.submit(lambda: self._run(load, runs), awaited))
+        load.tasks.append(load.pipeline.worker.submit(lambda: self._run(load, runs), awaited))
 
-    def _run(self, load: Load, runs: Sequence[Run]) -> Event | None:
+    def _run(self, load: Load, runs: Sequence[ScatterRun]) -> Event | None:
         """On the prefetch thread: read from the tiers and hand to the copy engine, piece by piece."""
-        lane = load.lane
+        pipeline = load.pipeline
         for run in runs:
             layout = run.blocks[0].layout
             step = max(1, _READ_BYTES // layout.nbytes)
@@ -295,25 +301,25 @@ class Prefetcher:
                 if load.cancelled:
                     return None
                 blocks = run.blocks[first : first + step]
-                with lane.sources(blocks) as pieces:
+                with pipeline.sources(blocks) as pieces:
                     for piece, source in pieces:
                         first_token = run.first_token + (first + piece.start) * layout.block_tokens
-                        placement = Placement(load.keys, load.values, layout, run.row_map, first_token)
+                        scatter = Scatter(load.keys, load.values, layout, run.row_map, first_token)
                         if source is not None:
                             data = layout.over(source.data, 1)
-                            lane.engine.copy_in(data, placement, load.after, source.ready)
-                            lane.keep(blocks[piece.start], source)
+                            pipeline.engine.copy_in(data, scatter, load.after, source.ready)
+                            pipeline.keep(blocks[piece.start], source)
                         else:
-                            staged = layout.over(lane.stage(blocks[piece]), piece.stop - piece.start)
-                            lane.loading.busy_until(lane.engine.copy_in(staged, placement, load.after))
+                            staged = layout.over(pipeline.stage(blocks[piece]), piece.stop - piece.start)
+                            pipeline.loading.busy_until(pipeline.engine.copy_in(staged, scatter, load.after))
         # Not only of this load's copies: one that was cancelled may still be writing to the same buffer.
-        return lane.engine.record_copy_in()
+        return pipeline.engine.record_copy_in()
 
     def cancel(self, load: Load) -> None:
         """Nobody will `finish` this load."""
         self._retire(load)
         # The prefetch thread does one thing at a time: what it still does here precedes the buffer's next load.
-        load.lane.buffers.put_back(load.buffer)
+        load.pipeline.buffers.put_back(load.buffer)
 
     def _retire(self, load: Load) -> None:
         load.cancelled = True
@@ -324,7 +330,7 @@ class Prefetcher:
         # buffer until the garbage collector runs.
         load.tasks.clear()
 
-    def _take_over(self, lane: Lane, rival: LayerState | None) -> LoadBuffer | None:
+    def _take_over(self, pipeline: DevicePipeline, rival: LayerState | None) -> LoadBuffer | None:
         """The buffer of a load that gives way."""
         with self._lock:
             load = self._loads.pop(rival, None) if rival is not None else None
@@ -333,13 +339,13 @@ class Prefetcher:
         self._retire(load)
         return load.buffer
 
-    def _rival(self, lane: Lane, owner: str, at_any_cost: bool = False) -> LayerState | None:
+    def _rival(self, pipeline: DevicePipeline, owner: str, at_any_cost: bool = False) -> LayerState | None:
         """The layer whose load gives way to one of `owner`: the last that was begun, of a request that is idle, or
         else of the one with most loads ahead, if that is fair."""
         with self._lock:
             ahead: dict[str, list[LayerState]] = {owner: []}
             for layer, load in self._loads.items():
-                if load.lane is lane:
+                if load.pipeline is pipeline:
                     ahead.setdefault(load.owner, []).append(layer)
             own = ahead.pop(owner)
             for other, layers in ahead.items():

@@ -23,12 +23,12 @@ import torch
 from ..core.blocks import Block, BlockLayout, as_bits
 from ..core.metrics import Metrics
 from ..core.row_map import RowMap
-from ..residency.table import Residency
+from ..residency.table import ResidencyTable
 from ..sequence.layer_state import LayerState
 from ..transfer.engine import Event
 from ..transfer.worker import Task
 from .buffers import LoadBuffer
-from .pipeline import Lane, Source
+from .pipeline import DevicePipeline, Source
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ class _Load:
         )
 
 
-class BlockStream:
+class BlockReader:
     """The buffers of one device, and the loads into them in the order in which they will be read.
 
     Used by one thread at a time. A layer that was not expected next makes it start over, and so does an interrupt
@@ -110,13 +110,18 @@ class BlockStream:
     """
 
     def __init__(
-        self, lane: Lane, residency: Residency, metrics: Metrics, buffers: int, buffer_bytes: int
+        self,
+        pipeline: DevicePipeline,
+        residency: ResidencyTable,
+        metrics: Metrics,
+        buffers: int,
+        buffer_bytes: int,
     ) -> None:
-        self._lane = lane
+        self._pipeline = pipeline
         self._residency = residency
         self._metrics = metrics
         self._buffer_bytes = buffer_bytes
-        self._buffers = [LoadBuffer.empty(lane.engine) for _ in range(buffers)]
+        self._buffers = [LoadBuffer.empty(pipeline.engine) for _ in range(buffers)]
         self._free = deque(self._buffers)
         self._storage_lock = threading.Lock()  # of the buffers' `storage`, which the prefetch thread may give up
         self._queue: deque[_Load] = deque()
@@ -181,7 +186,7 @@ class BlockStream:
         if not self._settled:
             for load in self._begun:
                 load.cancelled = True
-                load.buffer.released = self._lane.engine.record_compute()
+                load.buffer.released = self._pipeline.engine.record_compute()
             for load in self._begun:
                 self._release_after(load)
             self._queue.clear()
@@ -193,7 +198,7 @@ class BlockStream:
         """Give the memory up. The lane is closed: nothing is being loaded."""
         self.start_over()
         for buffer in self._buffers:
-            self._lane.engine.free(buffer.storage)
+            self._pipeline.engine.free(buffer.storage)
         self._buffers.clear()
         self._free.clear()
 
@@ -249,7 +254,7 @@ class BlockStream:
         self._begun.append(load)
         self._free.remove(buffer)
         self._residency.retain(chosen)
-        load.task = self._lane.worker.submit(lambda: self._run(load), awaited)
+        load.task = self._pipeline.worker.submit(lambda: self._run(load), awaited)
         return load
 
     def _grow(self, buffer: LoadBuffer, nbytes: int, block_bytes: int) -> None:
@@ -272,25 +277,25 @@ class BlockStream:
         """On the prefetch thread: read from the tiers, straight into the buffer where the host may write to it."""
         if load.cancelled:
             return None
-        with self._lane.sources(load.blocks) as pieces:
-            if self._lane.engine.host_writes:
+        with self._pipeline.sources(load.blocks) as pieces:
+            if self._pipeline.engine.host_writes:
                 self._read_in_place(load, pieces)
                 event = None
             else:
                 for piece, source in pieces:
                     self._copy_in(load, piece, source)
-                event = self._lane.engine.record_copy_in()
+                event = self._pipeline.engine.record_copy_in()
         return event
 
     def _copy_in(self, load: _Load, piece: slice, source: Source | None) -> None:
-        engine, nbytes = self._lane.engine, load.layout.nbytes
+        engine, nbytes = self._pipeline.engine, load.layout.nbytes
         target = load.storage[piece.start * nbytes : piece.stop * nbytes]
         if source is not None:
             engine.copy_in_whole(source.data[:nbytes], target, load.after, source.ready)
-            self._lane.keep(load.blocks[piece.start], source)
+            self._pipeline.keep(load.blocks[piece.start], source)
             return
-        staged = self._lane.stage(load.blocks[piece])
-        self._lane.loading.busy_until(engine.copy_in_whole(staged, target, load.after))
+        staged = self._pipeline.stage(load.blocks[piece])
+        self._pipeline.loading.busy_until(engine.copy_in_whole(staged, target, load.after))
 
     def _read_in_place(self, load: _Load, pieces: Sequence[tuple[slice, Source | None]]) -> None:
         load.after.wait()
@@ -310,21 +315,21 @@ class BlockStream:
         except BaseException:
             with self._storage_lock:  # a read without an answer in time may still write to it
                 if load.buffer.storage is load.storage:
-                    self._lane.engine.free(load.storage)
-                    load.buffer.storage = self._lane.engine.allocate(0)
+                    self._pipeline.engine.free(load.storage)
+                    load.buffer.storage = self._pipeline.engine.allocate(0)
             raise
         for piece, source in pieces:
             if source is None:
-                self._lane.resident.keep(load.blocks[piece], payload[piece])
-                self._lane.count_loaded(load.blocks[piece])
+                self._pipeline.resident.keep(load.blocks[piece], payload[piece])
+                self._pipeline.count_loaded(load.blocks[piece])
 
     def _wait(self, load: _Load) -> None:
         assert load.task is not None
-        self._lane.wait([load.task])
+        self._pipeline.wait([load.task])
 
     def _parts(self, load: _Load) -> Iterator[Part]:
         """A load's blocks, split where the row map changes."""
-        self._lane.engine.computes_with(load.storage)
+        self._pipeline.engine.computes_with(load.storage)
         keys, values = load.layout.split(load.payload())
         for indices, run in load.layer.table.runs(range(load.first_block, load.end_block)):
             blocks = slice(indices[0] - load.first_block, indices[-1] + 1 - load.first_block)
@@ -334,8 +339,8 @@ class BlockStream:
 
     def _end(self, load: _Load) -> None:
         """Nothing enqueued from now on reads the load's buffer."""
-        self._lane.engine.recycled(load.buffer.storage)
-        load.buffer.released = self._lane.engine.record_compute()
+        self._pipeline.engine.recycled(load.buffer.storage)
+        load.buffer.released = self._pipeline.engine.record_compute()
         self._put_back(load)
 
     def _put_back(self, load: _Load) -> None:

@@ -1,4 +1,4 @@
-"""Whose turn it is to attend part by part: each at a time with buffers and scratch memory of its own."""
+"""Leases of the buffers and scratch memory of streaming attention, one lease per attention at a time."""
 
 from __future__ import annotations
 
@@ -11,30 +11,33 @@ from ..core.locks import ThreadReference, TimedCondition, this_thread
 from ..core.metrics import L0Account, Metrics
 from ..sequence.layer_state import LayerState
 from ..transfer.engine import CopyEngine, Event
-from .reader import BlockStream
+from .reader import BlockReader
 
 
 @dataclass(eq=False)
-class Seat:
-    """What one attention needs. `stream` is made when the first block is streamed; `owner` has used it last, up to
-    `left`, an event of its compute stream."""
+class ReaderLease:
+    """The buffers and scratch memory of one attention.
+
+    `reader` opens when the first block is streamed. `owner` is the request that used the lease last, up to `left`,
+    an event of its compute stream.
+    """
 
     account: L0Account
     owner: object = None
-    stream: BlockStream | None = None
+    reader: BlockReader | None = None
     left: Event | None = None
 
 
-class Seats:
-    """The seats of one device: as many as attend at a time, up to a limit; who comes first sits first.
+class ReaderPool:
+    """The leases of one device: as many as run attention at a time, up to a limit, granted first in, first out.
 
-    A request gets the seat that it had before, whose buffers hold what was loaded for it. Another's makes it start
-    over, so a new one is made before a busy one is waited for. Any thread may call.
+    A request gets the lease that it had before, whose buffers hold what was loaded for it. With another request's
+    lease it loads again, so an idle lease or a new one is granted before anyone waits. Any thread may call.
 
     Args:
         engine: of the device.
         metrics: counts waits.
-        limit: of seats.
+        limit: number of leases.
     """
 
     def __init__(self, engine: CopyEngine, metrics: Metrics, limit: int) -> None:
@@ -42,97 +45,97 @@ class Seats:
         self._metrics = metrics
         self._limit = limit
         self._changed = TimedCondition(metrics)
-        self._idle: list[Seat] = []
+        self._idle: list[ReaderLease] = []
         self._waiting: deque[ThreadReference] = deque()
-        self._sitting: dict[ThreadReference, Seat] = {}
+        self._leased: dict[ThreadReference, ReaderLease] = {}
 
     @contextmanager
-    def seat(self, owner: object) -> Iterator[Seat]:
-        """A seat for as long as the context lasts; blocks while all are taken, which counts as lock wait."""
-        seat = self._take(owner)
+    def lease(self, owner: object) -> Iterator[ReaderLease]:
+        """Grant a lease for the duration of the context. Blocks while all are taken, which counts as lock wait."""
+        lease = self._take(owner)
         try:
-            if seat.left is not None:  # scratch memory is used again, maybe on another stream
-                self._engine.compute_waits(seat.left)
-            if seat.owner is not owner:
-                if seat.stream is not None:
-                    seat.stream.start_over()
-                seat.owner = owner
-            yield seat
+            if lease.left is not None:  # scratch memory is used again, maybe on another stream
+                self._engine.compute_waits(lease.left)
+            if lease.owner is not owner:
+                if lease.reader is not None:
+                    lease.reader.start_over()
+                lease.owner = owner
+            yield lease
         finally:
-            seat.left = self._engine.record_compute()
-            self._give_back(seat)
+            lease.left = self._engine.record_compute()
+            self._give_back(lease)
 
-    def try_own(self, owner: object, use: Callable[[Seat], bool]) -> bool:
-        """Do something with the seat that a request had last, if nobody sits there: whether it was done."""
+    def try_own(self, owner: object, use: Callable[[ReaderLease], bool]) -> bool:
+        """Call `use` with the lease that a request had last, if it is idle; return its result, else false."""
         with self._changed:
-            seat = next((seat for seat in self._idle if seat.owner is owner), None)
-            if seat is None:
+            lease = next((lease for lease in self._idle if lease.owner is owner), None)
+            if lease is None:
                 return False
-            self._sit_down(seat)
+            self._lease(lease)
         try:
-            return use(seat)
+            return use(lease)
         finally:
-            self._give_back(seat)
+            self._give_back(lease)
 
     def forget(self, layer: LayerState) -> None:
-        """A layer goes away: drop what is being loaded of it. (Who takes a seat from its request does so, too.)"""
+        """Drop the loads of a layer that goes away. A lease that passes to another request drops them as well."""
         with self._changed:
-            for seat in self._idle:
-                if seat.stream is not None:
-                    seat.stream.discard(layer)
+            for lease in self._idle:
+                if lease.reader is not None:
+                    lease.reader.discard(layer)
 
     def close(self) -> None:
-        """Give the memory up. Nobody attends."""
-        for seat in self._idle:
-            if seat.stream is not None:
-                seat.stream.close()
-            seat.account.close()
+        """Free the memory. No lease may be granted any more."""
+        for lease in self._idle:
+            if lease.reader is not None:
+                lease.reader.close()
+            lease.account.close()
         self._idle.clear()
 
-    def _take(self, owner: object) -> Seat:
+    def _take(self, owner: object) -> ReaderLease:
         ticket = this_thread().reference
         with self._changed:
             self._forget_interrupted(ticket)
             self._waiting.append(ticket)
             try:
                 while True:
-                    seat = self._choose(owner) if self._waiting[0] is ticket else None
-                    if seat is not None:
-                        return seat
+                    lease = self._choose(owner) if self._waiting[0] is ticket else None
+                    if lease is not None:
+                        return lease
                     with self._metrics.lock_wait():
                         self._changed.wait()
             finally:
                 self._waiting.remove(ticket)
                 self._changed.notify_all()
 
-    def _choose(self, owner: object) -> Seat | None:
-        """The request's own, else the one that was given back first, else a new one."""
+    def _choose(self, owner: object) -> ReaderLease | None:
+        """Return the request's own lease, else the one idle for longest, else a new one, up to the limit."""
         if self._idle:
-            return self._sit_down(next((seat for seat in self._idle if seat.owner is owner), self._idle[0]))
-        ended = next((reference for reference in self._sitting if reference() is None), None)
-        if ended is not None:  # by an interrupt, in its seat
-            self._idle.append(self._sitting.pop(ended))
+            return self._lease(next((lease for lease in self._idle if lease.owner is owner), self._idle[0]))
+        ended = next((reference for reference in self._leased if reference() is None), None)
+        if ended is not None:  # by an interrupt, with its lease
+            self._idle.append(self._leased.pop(ended))
             return self._choose(owner)
-        if len(self._sitting) < self._limit:
-            return self._sit_down(Seat(L0Account(self._metrics)))
+        if len(self._leased) < self._limit:
+            return self._lease(ReaderLease(L0Account(self._metrics)))
         return None
 
-    def _sit_down(self, seat: Seat) -> Seat:
-        self._sitting[this_thread().reference] = seat
-        if seat in self._idle:
-            self._idle.remove(seat)
-        return seat
+    def _lease(self, lease: ReaderLease) -> ReaderLease:
+        self._leased[this_thread().reference] = lease
+        if lease in self._idle:
+            self._idle.remove(lease)
+        return lease
 
     def _forget_interrupted(self, ticket: ThreadReference) -> None:
-        """A thread that comes does not wait or sit yet, unless an interrupt has thrown it out of its seat."""
+        """Take back what the calling thread was granted or waited for when an interrupt struck."""
         if ticket in self._waiting:
             self._waiting.remove(ticket)
-        lost = self._sitting.pop(ticket, None)
+        lost = self._leased.pop(ticket, None)
         if lost is not None and lost not in self._idle:
             self._idle.append(lost)
 
-    def _give_back(self, seat: Seat) -> None:
+    def _give_back(self, lease: ReaderLease) -> None:
         with self._changed:
-            self._idle.append(seat)
-            self._sitting.pop(this_thread().reference, None)
+            self._idle.append(lease)
+            self._leased.pop(this_thread().reference, None)
             self._changed.notify_all()

@@ -1,4 +1,4 @@
-"""Where blocks land that are brought together: side by side, in a buffer of a whole layer."""
+"""The scatter of blocks into a buffer that holds a whole layer: which blocks go where."""
 
 from __future__ import annotations
 
@@ -15,16 +15,22 @@ from ..sequence.layer_state import LayerState
 
 
 @dataclass(frozen=True)
-class Run:
-    """Blocks that are read together and land side by side: one layout, one row map, consecutive targets."""
+class ScatterRun:
+    """Neighbouring blocks of one layout and row map, written to consecutive positions from `first_token` on."""
 
     blocks: list[Block]
     row_map: RowMap
     first_token: int
 
 
-def split_runs(layer: LayerState, block_indices: Sequence[int], starts: Sequence[int]) -> Iterator[Run]:
-    """Groups of blocks that are read together and land side by side."""
+def split_runs(layer: LayerState, block_indices: Sequence[int], starts: Sequence[int]) -> Iterator[ScatterRun]:
+    """Group blocks that can be read together and have consecutive targets.
+
+    Args:
+        layer: of the blocks.
+        block_indices: ascending.
+        starts: target position of each block, in tokens.
+    """
     position = 0
     for indices, run in layer.table.runs(block_indices):
         group_starts = starts[position : position + len(indices)]
@@ -33,13 +39,16 @@ def split_runs(layer: LayerState, block_indices: Sequence[int], starts: Sequence
         for end in range(1, len(indices) + 1):
             if end == len(indices) or group_starts[end] != group_starts[end - 1] + layer.block_tokens:
                 blocks = [layer.table.blocks[index] for index in indices[first:end]]
-                yield Run(blocks, run.row_map, group_starts[first])
+                yield ScatterRun(blocks, run.row_map, group_starts[first])
                 first = end
 
 
 @dataclass(frozen=True)
-class Placement:
-    """Puts blocks `[n, rows, row_elements]` side by side into `[B, H, capacity, D]`, row maps applied."""
+class Scatter:
+    """Scatter of blocks `[n, rows, row_elements]` into K and V `[B, H, capacity, D]`, with row maps applied.
+
+    A call yields `(target, source)` pairs of equal shape, both views.
+    """
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -59,9 +68,9 @@ class Placement:
                     yield target[batch_row], parts[:, stored_row].transpose(0, 1)
 
 
-def compact(
+def packed_offsets(
     offsets: np.ndarray[Any, Any], block_indices: Sequence[int], block_tokens: int
 ) -> np.ndarray[Any, Any]:
-    """Offsets into the sealed tokens as offsets into blocks that lie side by side."""
+    """Convert offsets into the sealed tokens to offsets into the given blocks, packed one after another."""
     position = np.searchsorted(np.asarray(block_indices), offsets // block_tokens)
     return np.asarray(position * block_tokens + offsets % block_tokens)

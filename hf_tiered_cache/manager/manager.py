@@ -19,10 +19,10 @@ from ..core.locks import TimedLock
 from ..core.metrics import CacheStats
 from ..sequence.layer_state import LayerState, check_layer_id
 from ..sequence.pressure import MemoryProbe, probe_memory
-from ..sequence.requests import Request, RequestBook, closed_error, layers_of
-from ..sequence.window_sizing import Windows
+from ..sequence.requests import Request, RequestTable, closed_error, layers_of
+from ..sequence.window_sizing import WindowSizing
 from ..transfer.devices import make_engine
-from .operations import DataPaths, as_positions
+from .operations import LayerOperations, as_positions
 from .report import snapshot
 from .resources import EngineFactory, Resources
 
@@ -63,9 +63,9 @@ class KVCacheManager:
     ) -> None:
         self.config = TieredCacheConfig.from_options(cache_config, options)
         self._resources = Resources(self.config, engine_factory)
-        self._book = RequestBook(self._resources.metrics)
-        self._windows = Windows(self.config, memory_probe, self._resources.metrics)
-        self._paths = DataPaths(self._resources, self._book, self._windows)
+        self._request_table = RequestTable(self._resources.metrics)
+        self._window_sizing = WindowSizing(self.config, memory_probe, self._resources.metrics)
+        self._operations = LayerOperations(self._resources, self._request_table, self._window_sizing)
         self._closing = TimedLock(self._resources.metrics)
         self._finalizer = weakref.finalize(self, self._resources.close_elsewhere)
         self._finalizer.atexit = False
@@ -79,13 +79,13 @@ class KVCacheManager:
     @property
     def closed(self) -> bool:
         """Whether `close()` was called."""
-        return self._book.closed or self._resources.closed
+        return self._request_table.closed or self._resources.closed
 
     def close(self) -> None:
         """End threads, drop all requests, remove what was written. Blocks until calls of other threads have ended;
         those that come later raise `CacheClosedError`. May be called twice."""
         with self._closing:
-            for request in self._book.close():
+            for request in self._request_table.close():
                 self._drop(request)
             self._finalizer.detach()
             self._resources.close()
@@ -103,7 +103,7 @@ class KVCacheManager:
             ConfigError: the name is taken, or `seq_len` is negative.
         """
         self._check()
-        self._book.enter(self._book.make(request_id, parse_count(seq_len, "seq_len", 0)))
+        self._request_table.register(self._request_table.create(request_id, parse_count(seq_len, "seq_len", 0)))
 
     def free(self, request_id: Hashable) -> None:
         """Forget a request and delete its blocks, except those that a fork still needs.
@@ -112,11 +112,11 @@ class KVCacheManager:
             ConfigError: there is no such request.
         """
         self._check()
-        self._drop(self._book.remove(request_id))
+        self._drop(self._request_table.remove(request_id))
 
     def abandon(self, request_id: Hashable) -> None:
         """Free a request at the next call. For the garbage collector: takes no lock and does not block."""
-        self._book.abandon(request_id)
+        self._request_table.abandon(request_id)
 
     def fork(self, request_id: Hashable, new_request_id: Hashable) -> None:
         """Register a second request with the same tokens. Sealed blocks are shared, windows are copied.
@@ -125,11 +125,11 @@ class KVCacheManager:
             ConfigError: there is no such request, or the new name is taken.
         """
         with self._using(request_id) as source:
-            twin = self._book.make(new_request_id, source.expected_tokens)
+            twin = self._request_table.create(new_request_id, source.expected_tokens)
             try:
                 for layer_idx, layer in source.layers.items():
-                    self._paths.fork(layer, twin, layer_idx)
-                self._book.enter(twin)
+                    self._operations.fork(layer, twin, layer_idx)
+                self._request_table.register(twin)
             except BaseException:
                 self._drop(twin)
                 raise
@@ -144,36 +144,36 @@ class KVCacheManager:
             if new_layer_id in request.layers:
                 raise ConfigError(f"layer {new_layer_id} of {request_id!r} exists: free_layer() it first")
             if layer_id in request.layers:
-                self._paths.fork(request.layers[layer_id], request, new_layer_id)
+                self._operations.fork(request.layers[layer_id], request, new_layer_id)
 
     def free_layer(self, request_id: Hashable, layer_id: int) -> None:
         """Forget the tokens of one layer; without effect when it holds none."""
         with self._using(request_id) as request:
             layer = request.layers.pop(layer_id, None)
             if layer is not None:
-                self._paths.forget(layer)
+                self._operations.forget(layer)
 
     def batch_size(self, request_id: Hashable, layer_id: int) -> int | None:
         """Rows of a layer's batch; `None` before its first `append`."""
-        layer = self._book.find(request_id).layers.get(layer_id)
+        layer = self._request_table.find(request_id).layers.get(layer_id)
         return None if layer is None else layer.geometry.batch
 
     def tokens(self, request_id: Hashable, layer_id: int) -> int:
         """Tokens that a layer holds; 0 before its first `append`. Does not wait for a call that runs."""
-        layer = self._book.find(request_id).layers.get(layer_id)
+        layer = self._request_table.find(request_id).layers.get(layer_id)
         return 0 if layer is None else layer.count_tokens()
 
     def check_intact(self, request_id: Hashable, layer_id: int) -> None:
         """Raise `TieredCacheError` if an interrupt has torn a layer, so that only `free` helps."""
-        layer = self._book.find(request_id).layers.get(layer_id)
+        layer = self._request_table.find(request_id).layers.get(layer_id)
         if layer is not None:
             layer.check_intact()
 
     def overflows(self, request_id: Hashable, layer_id: int, new_tokens: int) -> bool:
         """Whether blocks of a layer have left its window, or will when so many tokens are added."""
-        layer = self._book.find(request_id).layers.get(layer_id)
+        layer = self._request_table.find(request_id).layers.get(layer_id)
         if layer is None:
-            return new_tokens > self.config.sink_tokens + self._windows.tokens + self.config.block_tokens
+            return new_tokens > self.config.sink_tokens + self._window_sizing.tokens + self.config.block_tokens
         return bool(layer.table) or not layer.window.fits(new_tokens)
 
     # -- data -------------------------------------------------------------------------------------------------
@@ -191,7 +191,7 @@ class KVCacheManager:
             TierError: storage failed. The tokens that were sealed or are in the window so far stay.
         """
         with self._using(request_id, adds_tokens=True) as request:
-            self._paths.append(self._layer(request, layer_id, key, value), key, value)
+            self._operations.append(self._layer(request, layer_id, key, value), key, value)
 
     def update(
         self, request_id: Hashable, layer_id: int, key: torch.Tensor, value: torch.Tensor
@@ -211,7 +211,7 @@ class KVCacheManager:
             TierError: as for `append`, or a block could not be read.
         """
         with self._using(request_id, adds_tokens=True) as request:
-            return self._paths.gather(request, self._layer(request, layer_id, key, value), key, value)
+            return self._operations.gather(request, self._layer(request, layer_id, key, value), key, value)
 
     def attend(
         self,
@@ -248,10 +248,10 @@ class KVCacheManager:
             rule.check_fits(query, key, value, (held.tokens if held else 0) + key.shape[2])
             layer = self._layer(request, layer_id, key, value)
             with (
-                self._resources.seats(key.device).seat(request) as seat,
-                OnlineAttention(query, key.shape[1], value.shape[3], rule, seat.account) as attention,
+                self._resources.reader_pool(key.device).lease(request) as lease,
+                OnlineAttention(query, key.shape[1], value.shape[3], rule, lease.account) as attention,
             ):
-                self._paths.attend(request, layer, key, value, attention, seat)
+                self._operations.attend(request, layer, key, value, attention, lease)
                 return attention.finish()
 
     def fetch(
@@ -274,8 +274,8 @@ class KVCacheManager:
         with self._using(request_id) as request:
             layer = request.existing_layer(layer_id)
             wanted = as_positions(positions, layer.tokens)
-            self._paths.begin(request, layer_id)
-            return self._paths.fetch(layer, wanted)
+            self._operations.begin(request, layer_id)
+            return self._operations.fetch(layer, wanted)
 
     def prefetch(
         self, request_id: Hashable, predicted_positions: torch.Tensor | Sequence[int] | None = None
@@ -296,7 +296,7 @@ class KVCacheManager:
         with self._using(request_id) as request:
             longest = max((layer.tokens for layer in request.layers.values()), default=0)
             positions = None if predicted_positions is None else as_positions(predicted_positions, longest)
-            return self._paths.prefetch(request, positions)
+            return self._operations.prefetch(request, positions)
 
     def evict(self, request_id: Hashable) -> int:
         """Let a request leave the accelerator: seal every full block of its windows. Blocks on storage. Sink
@@ -309,7 +309,7 @@ class KVCacheManager:
             TierError: storage failed; what was not sealed is still in the window.
         """
         with self._using(request_id, adds_tokens=True) as request:
-            return sum(self._paths.evict(layer) for layer in request.layers.values())
+            return sum(self._operations.evict(layer) for layer in request.layers.values())
 
     def flush(self) -> None:
         """Wait until every sealed block is in a tier. Blocks.
@@ -338,7 +338,7 @@ class KVCacheManager:
         with self._using(request_id) as request:
             layer = request.existing_layer(layer_id)
             tokens_to_remove = parse_count(tokens_to_remove, "tokens_to_remove", 0)
-            self._paths.crop(layer, max(0, layer.tokens - tokens_to_remove))
+            self._operations.crop(layer, max(0, layer.tokens - tokens_to_remove))
 
     def select_rows(self, request_id: Hashable, layer_id: int, rows: Sequence[int] | np.ndarray[Any, Any]) -> None:
         """Let batch row `i` of a layer be what row `rows[i]` was: reorders, repeats or drops rows. Moves the
@@ -346,13 +346,13 @@ class KVCacheManager:
         with self._using(request_id) as request:
             layer = request.existing_layer(layer_id)
             index = as_positions(rows, layer.geometry.batch, f"rows of a batch of {layer.geometry.batch}")
-            self._paths.select_rows(layer, index)
+            self._operations.select_rows(layer, index)
 
     # -- numbers ------------------------------------------------------------------------------------------------
 
     def stats(self) -> CacheStats:
         """A snapshot of what the tiers hold and have done."""
-        return snapshot(self._resources, self._windows, list(layers_of(self._book.all())))
+        return snapshot(self._resources, self._window_sizing, list(layers_of(self._request_table.all())))
 
     # -- inside -----------------------------------------------------------------------------------------------
 
@@ -363,22 +363,22 @@ class KVCacheManager:
         self._resources.check_process()
         if adds_tokens and self._resources.write_back is not None:
             self._resources.write_back.raise_failure()
-        for request_id in self._book.abandoned():
+        for request_id in self._request_table.abandoned():
             with suppress(ConfigError):  # it was freed as well
-                self._drop(self._book.remove(request_id))
+                self._drop(self._request_table.remove(request_id))
 
     def _using(self, request_id: Hashable, adds_tokens: bool = False) -> AbstractContextManager[Request]:
         """Work on a request, when nobody else does."""
         self._check(adds_tokens)
-        return self._book.using(request_id)
+        return self._request_table.using(request_id)
 
     def _drop(self, request: Request) -> None:
         with request.lock:
             request.freed = True
             for layer in request.layers.values():
-                self._paths.forget(layer)
+                self._operations.forget(layer)
             request.layers.clear()
-        self._book.gone(request)
+        self._request_table.gone(request)
 
     def _layer(self, request: Request, layer_id: int, key: torch.Tensor, value: torch.Tensor) -> LayerState:
         """The layer to which these tensors can be appended, made if it is the first time."""
@@ -386,10 +386,10 @@ class KVCacheManager:
         check_layer_id(layer_id)
         layer = request.layers.get(layer_id)
         if layer is None:
-            layer = self._paths.new_layer(request, layer_id, geometry, key.device)
+            layer = self._operations.new_layer(request, layer_id, geometry, key.device)
         else:
             layer.check_intact()
             layer.check_fits(geometry, key.device)
             layer.window.follow()
-        self._paths.begin(request, layer_id)
+        self._operations.begin(request, layer_id)
         return layer

@@ -20,13 +20,13 @@ from ..attention.online import OnlineAttention
 from ..core.config import TieredCacheConfig
 from ..core.errors import ConfigError, TierError
 from ..core.geometry import Geometry
-from ..loading.pipeline import Lane
+from ..loading.pipeline import DevicePipeline
 from ..loading.prefetch import Prefetcher
-from ..loading.reader_pool import Seat
-from ..residency.table import Residency
+from ..loading.reader_pool import ReaderLease
+from ..residency.table import ResidencyTable
 from ..sequence.layer_state import LayerState
-from ..sequence.requests import Request, RequestBook
-from ..sequence.window_sizing import Windows
+from ..sequence.requests import Request, RequestTable
+from ..sequence.window_sizing import WindowSizing
 from .resources import Resources
 
 logger = logging.getLogger(__name__)
@@ -34,25 +34,25 @@ logger = logging.getLogger(__name__)
 Positions = np.ndarray[Any, np.dtype[np.int64]]
 
 
-class DataPaths:
+class LayerOperations:
     """Moves tokens of layers; see the module. Any number of threads, each with the lock of the layer's request.
 
     Args:
         resources: engines, tiers, prefetch; opened by the first seal.
     """
 
-    def __init__(self, resources: Resources, book: RequestBook, windows: Windows) -> None:
+    def __init__(self, resources: Resources, request_table: RequestTable, window_sizing: WindowSizing) -> None:
         self._resources = resources
-        self._book = book
-        self._windows = windows
+        self._request_table = request_table
+        self._window_sizing = window_sizing
         self._config: TieredCacheConfig = resources.config
 
     def new_layer(self, request: Request, layer_idx: int, geometry: Geometry, device: torch.device) -> LayerState:
         """Give a request a layer without tokens."""
         engine, namespace = self._resources.engine(device), request.block_namespace(layer_idx)
-        layer = LayerState.empty(layer_idx, namespace, engine, geometry, self._config, self._windows.tokens)
+        layer = LayerState.empty(layer_idx, namespace, engine, geometry, self._config, self._window_sizing.tokens)
         request.layers[layer_idx] = layer
-        self._windows.add(layer, request.namespace)
+        self._window_sizing.add(layer, request.namespace)
         return layer
 
     def begin(self, request: Request, layer_idx: int) -> None:
@@ -63,8 +63,8 @@ class DataPaths:
         """
         if request.order.observe(layer_idx):
             self._resources.step()
-            if self._windows.automatic:
-                self._windows.step()
+            if self._window_sizing.automatic:
+                self._window_sizing.step()
                 self._shrink_windows(request)
 
     def adapt(self, layer: LayerState) -> None:
@@ -74,9 +74,9 @@ class DataPaths:
         Raises:
             TierError: storage failed; the layer holds all of its tokens.
         """
-        if not self._windows.automatic:
+        if not self._window_sizing.automatic:
             return
-        window, tokens = layer.window, self._windows.tokens
+        window, tokens = layer.window, self._window_sizing.tokens
         if window.window_tokens != tokens:
             layer.growing = tokens > window.window_tokens
             window.resize(tokens)
@@ -91,10 +91,10 @@ class DataPaths:
     def _shrink_windows(self, request: Request) -> None:
         """Shrink windows that are too large: this request's, and those of others that nobody is working on."""
         self._shrink_windows_of(request)
-        for other in self._book.all():
+        for other in self._request_table.all():
             if other is not request and other.lock.try_acquire():
                 try:
-                    if self._book.is_at_rest(other):
+                    if self._request_table.is_idle(other):
                         self._shrink_windows_of(other)
                 except (TierError, torch.OutOfMemoryError) as error:
                     logger.warning("a window of %r could not shrink: %s", other.request_id, error)
@@ -103,7 +103,7 @@ class DataPaths:
 
     def _shrink_windows_of(self, request: Request) -> None:
         for layer in request.layers.values():
-            if layer.window.window_tokens > self._windows.tokens or layer.window.has_block_to_seal:
+            if layer.window.window_tokens > self._window_sizing.tokens or layer.window.has_block_to_seal:
                 layer.window.follow()
                 self.adapt(layer)
 
@@ -111,7 +111,7 @@ class DataPaths:
         last = len(layer.table) - 1
         self._residency.touch(layer.table.slots[last:])
         layer.window.make_room_for_block()
-        with self._prefetcher.apart(layer, self._lane(layer), [last]) as (keys, values), layer.changing:
+        with self._prefetcher.apart(layer, self._pipeline(layer), [last]) as (keys, values), layer.changing:
             layer.torn = True
             layer.window.prepend_block(keys, values)
             self._residency.truncate(layer.table, last)
@@ -138,7 +138,7 @@ class DataPaths:
 
     def seal(self, layer: LayerState) -> None:
         """Move the window's oldest block into the table and on its way to storage."""
-        self._lane(layer).seal_oldest(layer)
+        self._pipeline(layer).seal_oldest(layer)
 
     def evict(self, layer: LayerState) -> int:
         """Seal every full block of the window; returns how many. What is sealed when this raises stays so."""
@@ -163,10 +163,10 @@ class DataPaths:
             layer.window.append(key, value)
             return layer.window.views()
         layer.streamed = False
-        lane = self._lane(layer)
+        pipeline = self._pipeline(layer)
         self._residency.touch(layer.table.slots)
         old_tokens, tokens = layer.tokens, layer.tokens + key.shape[2]
-        load = self._prefetcher.begin(layer, lane, request.namespace, self._buffer_tokens(request, tokens))
+        load = self._prefetcher.begin(layer, pipeline, request.namespace, self._buffer_tokens(request, tokens))
         try:
             self._prefetch_following(request, layer)
         except BaseException:
@@ -187,7 +187,7 @@ class DataPaths:
         key: torch.Tensor,
         value: torch.Tensor,
         attention: OnlineAttention,
-        seat: Seat,
+        lease: ReaderLease,
     ) -> None:
         """Feed an attention with all K and V of a layer, the new tokens' included, and append those.
 
@@ -211,7 +211,7 @@ class DataPaths:
                 attention.add(window_keys, window_values, start)
             if layer.table:
                 self._residency.touch(layer.table.slots)
-                stream = self._resources.block_stream(layer.window.device, seat)
+                stream = self._resources.block_reader(layer.window.device, lease)
                 for part in stream.read(layer, lambda after: self._streamed_after(request, after)):
                     start = layer.sink_tokens + part.first_block * layer.block_tokens
                     attention.add_blocks(part.keys, part.values, start, part.row_map)
@@ -231,10 +231,10 @@ class DataPaths:
             return from_window
         device = layer.window.device
         to_window, to_sealed = (torch.from_numpy(np.flatnonzero(mask)).to(device) for mask in (~sealed, sealed))
-        lane = self._lane(layer)
+        pipeline = self._pipeline(layer)
         wanted = blocks_of(layer, positions)
         self._residency.touch(layer.table.slots[wanted])
-        with self._prefetcher.blocks(layer, lane, wanted) as (keys, values, place):
+        with self._prefetcher.blocks(layer, pipeline, wanted) as (keys, values, place):
             offsets = torch.from_numpy(place(positions[sealed] - layer.sink_tokens)).to(device)
             results = []
             for stored, held in zip((keys, values), from_window, strict=True):
@@ -303,18 +303,18 @@ class DataPaths:
         layer.window.follow()
         twin = layer.fork(request.block_namespace(layer_idx), layer_idx)
         request.layers[layer_idx] = twin
-        self._windows.add(twin, request.namespace)
+        self._window_sizing.add(twin, request.namespace)
 
     def forget(self, layer: LayerState) -> None:
         """Give up all that a layer holds."""
-        self._windows.remove(layer)
+        self._window_sizing.remove(layer)
         self._resources.forget(layer)
         if self._resources.residency is not None:
             self._resources.residency.forget(layer.table)
         layer.window.free()
 
     @property
-    def _residency(self) -> Residency:
+    def _residency(self) -> ResidencyTable:
         assert self._resources.residency is not None, "there are sealed blocks, so the tiers are open"
         return self._resources.residency
 
@@ -325,9 +325,9 @@ class DataPaths:
 
     def _look_ahead(self, request: Request, layer: LayerState) -> bool:
         device = layer.window.device
-        return self._resources.seats(device).try_own(
+        return self._resources.reader_pool(device).try_own(
             request,
-            lambda seat: self._resources.block_stream(device, seat).look_ahead(
+            lambda lease: self._resources.block_reader(device, lease).look_ahead(
                 layer, lambda after: self._streamed_after(request, after)
             ),
         )
@@ -339,8 +339,8 @@ class DataPaths:
             if following is not None and following.streamed and following.window.device == layer.window.device:
                 yield following
 
-    def _lane(self, layer: LayerState) -> Lane:
-        return self._resources.lane(layer.window.device)
+    def _pipeline(self, layer: LayerState) -> DevicePipeline:
+        return self._resources.pipeline(layer.window.device)
 
     def _buffer_tokens(self, request: Request, tokens: int) -> int:
         """Room that a layer's buffer should have: some for the tokens to come, all if their number is known."""
@@ -363,7 +363,7 @@ class DataPaths:
         if not block_indices:
             return False
         tokens = self._buffer_tokens(request, layer.tokens)
-        return self._prefetcher.start(layer, self._lane(layer), request.namespace, block_indices, tokens)
+        return self._prefetcher.start(layer, self._pipeline(layer), request.namespace, block_indices, tokens)
 
     def _window_index(self, layer: LayerState, positions: Positions) -> torch.Tensor:
         """Positions outside the sealed blocks as `WindowBuffer.select_tokens` counts them."""

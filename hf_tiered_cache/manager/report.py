@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from ..core.metrics import CacheStats, TierStats
 from ..sequence.layer_state import LayerState
-from ..sequence.window_sizing import Windows
+from ..sequence.window_sizing import WindowSizing
 from .resources import Resources
 
 
-def snapshot(resources: Resources, windows: Windows, layers: Sequence[LayerState]) -> CacheStats:
+def snapshot(resources: Resources, window_sizing: WindowSizing, layers: Sequence[LayerState]) -> CacheStats:
     """The state of a manager with these layers."""
     metrics, config = resources.metrics, resources.config
     share = 1 / max(1, len(layers))
@@ -43,8 +43,8 @@ def snapshot(resources: Resources, windows: Windows, layers: Sequence[LayerState
     l1 = resources.tiers.get("L1")
     return metrics.snapshot(
         sequence_tokens=max((layer.count_tokens() for layer in layers), default=0),
-        window_tokens=windows.tokens,
-        window_changes=windows.changes,
+        window_tokens=window_sizing.tokens,
+        window_changes=window_sizing.changes,
         tiers=tiers,
         l1_io_mode=l1.io_mode if l1 else None,
     )

@@ -20,15 +20,15 @@ from ..core.errors import CacheClosedError, TierError
 from ..core.host_memory import available_bytes
 from ..core.locks import TimedLock
 from ..core.metrics import Metrics
-from ..loading.pipeline import Lane
+from ..loading.pipeline import DevicePipeline
 from ..loading.prefetch import Prefetcher
-from ..loading.reader import BlockStream
-from ..loading.reader_pool import Seat, Seats
-from ..residency.device_pool import ResidentPool
+from ..loading.reader import BlockReader
+from ..loading.reader_pool import ReaderLease, ReaderPool
+from ..residency.device_pool import DevicePool
 from ..residency.eviction import make_eviction_policy
 from ..residency.heat import HeatTable
 from ..residency.mover import Mover
-from ..residency.table import Residency
+from ..residency.table import ResidencyTable
 from ..residency.writeback import WriteBack
 from ..sequence.layer_state import LayerState
 from ..tiers import Tier, TierRegistry
@@ -66,7 +66,7 @@ class Resources:
         self.config = config
         self.metrics = Metrics()
         self.tiers: dict[str, Tier] = {}
-        self.residency: Residency | None = None
+        self.residency: ResidencyTable | None = None
         self.write_back: WriteBack | None = None
         self.prefetcher: Prefetcher | None = None
         self.closed = False
@@ -75,8 +75,8 @@ class Resources:
         self._engine_factory = engine_factory
         self._background = Worker("write-back", BACKGROUND_NICENESS)
         self._engines: dict[torch.device, CopyEngine] = {}
-        self._lanes: dict[torch.device, Lane] = {}
-        self._seats: dict[torch.device, Seats] = {}
+        self._pipelines: dict[torch.device, DevicePipeline] = {}
+        self._reader_pools: dict[torch.device, ReaderPool] = {}
         self._opening = TimedLock(self.metrics)
         self._directories: list[PrivateDirectory] = []
         self._l1, self._l2 = choose_l1(config), choose_l2(config)
@@ -103,49 +103,51 @@ class Resources:
                 engine = self._engines[device]
         return engine
 
-    def lane(self, device: torch.device) -> Lane:
+    def pipeline(self, device: torch.device) -> DevicePipeline:
         """The copy path of a device; opens the tiers the first time.
 
         Raises:
             TierError: a private directory cannot be made.
         """
-        lane = self._lanes.get(device)
-        if lane is None:
+        pipeline = self._pipelines.get(device)
+        if pipeline is None:
             engine = self.engine(device)
             with self._opening:
-                if device not in self._lanes:
-                    self._lanes[device] = self._open_lane(engine)
-                lane = self._lanes[device]
-        return lane
+                if device not in self._pipelines:
+                    self._pipelines[device] = self._open_pipeline(engine)
+                pipeline = self._pipelines[device]
+        return pipeline
 
     @property
     def resident_blocks(self) -> int:
         """Blocks that stay on accelerators beside the windows."""
-        return sum(lane.resident.blocks for lane in list(self._lanes.values()))
+        return sum(pipeline.resident.blocks for pipeline in list(self._pipelines.values()))
 
-    def seats(self, device: torch.device) -> Seats:
+    def reader_pool(self, device: torch.device) -> ReaderPool:
         """Where those attend who take blocks part by part."""
-        seats = self._seats.get(device)
-        if seats is None:
+        pool = self._reader_pools.get(device)
+        if pool is None:
             engine = self.engine(device)
             with self._opening:
-                seats = self._seats.setdefault(device, Seats(engine, self.metrics, self.config.concurrent_streams))
-        return seats
+                pool = self._reader_pools.setdefault(
+                    device, ReaderPool(engine, self.metrics, self.config.concurrent_streams)
+                )
+        return pool
 
-    def block_stream(self, device: torch.device, seat: Seat) -> BlockStream:
-        """The buffers of a seat, through which sealed blocks reach an attention that takes them part by part."""
-        if seat.stream is None:
-            lane, config = self.lane(device), self.config
+    def block_reader(self, device: torch.device, lease: ReaderLease) -> BlockReader:
+        """Return the reader of a lease, which streams sealed blocks to attention; opened on first use."""
+        if lease.reader is None:
+            pipeline, config = self.pipeline(device), self.config
             assert self.residency is not None
-            seat.stream = BlockStream(
-                lane, self.residency, self.metrics, config.stream_buffers, config.stream_buffer_bytes
+            lease.reader = BlockReader(
+                pipeline, self.residency, self.metrics, config.stream_buffers, config.stream_buffer_bytes
             )
-        return seat.stream
+        return lease.reader
 
     def step(self) -> None:
         """A forward pass begins."""
-        for lane in list(self._lanes.values()):
-            lane.buffers.leave_for_ended_threads()
+        for pipeline in list(self._pipelines.values()):
+            pipeline.buffers.leave_for_ended_threads()
         if self.write_back is not None:
             assert self.residency is not None
             self.residency.step()
@@ -155,17 +157,17 @@ class Resources:
         """A layer goes away: drop what is being loaded of it."""
         if self.prefetcher is not None:
             self.prefetcher.discard(layer)
-        for seats in list(self._seats.values()):
-            seats.forget(layer)
+        for pool in list(self._reader_pools.values()):
+            pool.forget(layer)
 
-    def _open_lane(self, engine: CopyEngine) -> Lane:
+    def _open_pipeline(self, engine: CopyEngine) -> DevicePipeline:
         if self.write_back is None:
             self.write_back = self._open_tiers()
         assert self.residency is not None
         config = self.config
         policy = make_eviction_policy(config.eviction_policy, self.residency.heat, config)
-        resident = ResidentPool(engine, self.residency, policy, self.metrics, config.resident_bytes)
-        return Lane(
+        resident = DevicePool(engine, self.residency, policy, self.metrics, config.resident_bytes)
+        return DevicePipeline(
             engine,
             self.residency,
             self.write_back,
@@ -186,7 +188,7 @@ class Resources:
         _open_resources.add(self)
         with ExitStack() as undo:
             tiers = self._open_each(undo)
-            residency = Residency(tiers, self.metrics, self._background)
+            residency = ResidencyTable(tiers, self.metrics, self._background)
             policies = [
                 make_eviction_policy(self.config.eviction_policy, residency.heat, self.config) for _ in tiers[:-1]
             ]
@@ -227,8 +229,9 @@ class Resources:
             TierError: a block could not be stored.
         """
         if self.write_back is not None:
-            for lane in list(self._lanes.values()):
-                lane.worker.submit(lambda: None).result()  # loads that were given up hold blocks until their turn
+            for pipeline in list(self._pipelines.values()):
+                # Loads that were given up hold blocks until their turn.
+                pipeline.worker.submit(lambda: None).result()
             self.write_back.flush()
 
     def _private_directory(self, choice: TierChoice, undo: ExitStack) -> Path | None:
@@ -261,12 +264,12 @@ class Resources:
             for tier in self.tiers.values():
                 closing.callback(_close_tier, tier)
             closing.callback(self._background.close)
-            for seats in self._seats.values():
-                closing.callback(seats.close)
+            for pool in self._reader_pools.values():
+                closing.callback(pool.close)
             for engine in self._engines.values():
                 closing.callback(engine.close)
-            for lane in self._lanes.values():
-                closing.callback(lane.close)
+            for pipeline in self._pipelines.values():
+                closing.callback(pipeline.close)
 
     def close_elsewhere(self) -> None:
         """Close from a new thread. For the garbage collector, which runs in the middle of anything: there it may

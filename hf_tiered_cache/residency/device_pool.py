@@ -20,7 +20,7 @@ from ..core.errors import TierError
 from ..core.metrics import Metrics
 from ..transfer.engine import CopyEngine, Event
 from .eviction import EvictionPolicy
-from .table import Residency
+from .table import ResidencyTable
 
 logger = logging.getLogger(__name__)
 
@@ -29,14 +29,14 @@ logger = logging.getLogger(__name__)
 class ResidentCopy:
     """One block's bytes on the accelerator, flat uint8, complete after `ready`. Freed when nobody reads it."""
 
-    pool: ResidentPool
+    pool: DevicePool
     data: torch.Tensor
     ready: Event
     readers: int = 0
     doomed: bool = False
 
 
-class ResidentPool:
+class DevicePool:
     """The resident blocks of one device. Any thread may call; the residency's lock guards everything.
 
     Invariant: `used_bytes <= capacity_bytes` at every moment, copies that wait for their readers included.
@@ -52,7 +52,7 @@ class ResidentPool:
     def __init__(
         self,
         engine: CopyEngine,
-        residency: Residency,
+        residency: ResidencyTable,
         policy: EvictionPolicy,
         metrics: Metrics,
         capacity_bytes: int,
@@ -65,7 +65,7 @@ class ResidentPool:
         self._policy = policy
         self._metrics = metrics
         self._place = f"L0 {engine.device}"
-        residency.places.add(self._place)
+        residency.locations.add(self._place)
 
     # -- in and out -------------------------------------------------------------------------------------------
 
@@ -82,14 +82,14 @@ class ResidentPool:
             if block.references and block.resident is None:
                 block.resident = ResidentCopy(self, data, ready)
                 self.blocks += 1
-                self._residency.places.set(block, self._place, there=True)
+                self._residency.locations.set(block, self._place, there=True)
                 return
             self._free_locked(data)
 
     def close(self) -> None:
         """Give the memory up. Nothing is being copied."""
         with self._residency.changed:
-            for block in self._residency.places.blocks(self._residency.places.everything_in(self._place)):
+            for block in self._residency.locations.blocks(self._residency.locations.everything_in(self._place)):
                 self.forget_locked(block)
 
     def forget_locked(self, block: Block) -> None:
@@ -98,7 +98,7 @@ class ResidentPool:
         assert isinstance(copy, ResidentCopy)
         block.resident = None
         self.blocks -= 1
-        self._residency.places.set(block, self._place, there=False)
+        self._residency.locations.set(block, self._place, there=False)
         copy.doomed = True
         if not copy.readers:
             self._free_locked(copy.data)
@@ -154,26 +154,26 @@ class ResidentPool:
     def _choose(self, blocks: Sequence[Block]) -> list[Block]:
         """The blocks that should be resident; those that are worth less have left for them. None when the policy
         fails, which the user is told at the next call: nobody should wait for these blocks in vain."""
-        places = self._residency.places
+        locations = self._residency.locations
         with self._residency.changed:
             slots = np.array(
                 [block.slot for block in blocks if block.resident is None and block.slot >= 0], np.int64
             )
             free = (self.capacity_bytes - self.used_bytes) // blocks[0].layout.nbytes
-            at_rest = places.at_rest(self._place)
+            idle = locations.idle(self._place)
 
             def choose(policy: EvictionPolicy) -> tuple[list[Block], list[Block]]:
-                rising, leaving = policy.promotions(slots, policy.evictable(at_rest), int(free), len(slots))
-                return places.blocks(rising), places.blocks(leaving)
+                promoted, leaving = policy.promotions(slots, policy.evictable(idle), int(free), len(slots))
+                return locations.blocks(promoted), locations.blocks(leaving)
 
             try:
-                rising, leaving = self._residency.ask(self._policy, choose)
+                promoted, leaving = self._residency.ask(self._policy, choose)
             except TierError as error:
                 logger.warning("%s", error)
                 return []
             for block in leaving:
                 self.forget_locked(block)
-            return rising
+            return promoted
 
     def _reserve(self, nbytes: int) -> torch.Tensor | None:
         with self._residency.changed:

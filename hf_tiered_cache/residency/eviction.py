@@ -1,7 +1,7 @@
 """Which blocks of a tier are worth keeping: the contract of eviction policies, their registry, and the policies.
 
     keep_values   what is a block worth? The smallest leaves first.
-       ├─ victims      which blocks sink to make room
+       ├─ victims      which blocks are demoted to make room
        └─ promotions   which rise from the tier below, and which sink in exchange
 
 A new policy is one class with `keep_values` and `register_eviction`.

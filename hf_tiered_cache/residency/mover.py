@@ -1,8 +1,8 @@
 """Moves blocks between the tiers, on the background thread: down when room is needed, up when they are wanted.
 
-new block ──▶ nearest tier with room            who is in the way sinks first, if the policy lets it
-balance   ──▶ above the high watermark          the coldest sink, down to the low one
-          ──▶ read from afar                    rises where there is room, or for one that is worth less
+new block ──▶ nearest tier with room            demotes other blocks first, if the policy allows it
+balance   ──▶ tier above its high watermark     demotes the coldest blocks, down to the low watermark
+          ──▶ blocks read from a lower tier     promoted into free room, or in exchange for a colder block
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..core.metrics import Metrics
 from ..tiers import Tier, TierIO
 from .eviction import EvictionPolicy
 from .heat import Slots
-from .table import Residency
+from .table import ResidencyTable
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class Mover:
 
     def __init__(
         self,
-        residency: Residency,
+        residency: ResidencyTable,
         policies: Sequence[EvictionPolicy],
         config: TieredCacheConfig,
         metrics: Metrics,
@@ -148,7 +148,7 @@ class Mover:
         return True
 
     def balance(self, interrupted: Callable[[], bool]) -> None:
-        """Let blocks sink from tiers above their high watermark, and those that were read from afar rise.
+        """Demote blocks from tiers above their high watermark, and promote those that were read from lower tiers.
 
         What fails is left as it is; whoever needs a block that cannot be read will be told.
 
@@ -160,7 +160,7 @@ class Mover:
             for tier in self._tiers[:-1]:
                 while not interrupted() and self._is_above(tier, self._config.high_watermark):
                     self._residency.wait_for_reads(_YIELD_SECONDS)
-                    if not self._sink_to_low_watermark(tier, interrupted):
+                    if not self._demote_to_low_watermark(tier, interrupted):
                         break
             if not interrupted():
                 self._promote()
@@ -172,14 +172,14 @@ class Mover:
     def _is_above(self, tier: Tier, watermark: float) -> bool:
         return tier.capacity_bytes is not None and tier.used_bytes > watermark * tier.capacity_bytes
 
-    def _sink_to_low_watermark(self, tier: Tier, interrupted: Callable[[], bool]) -> bool:
-        """Whether anything sank."""
-        sank = False
+    def _demote_to_low_watermark(self, tier: Tier, interrupted: Callable[[], bool]) -> bool:
+        """Return true if it made any room."""
+        demoted = False
         while not interrupted() and self._is_above(tier, self._config.low_watermark):
             if not (self._residency.garbage.collect() or self._demote(tier)):
                 break
-            sank = True
-        return sank
+            demoted = True
+        return demoted
 
     def _make_room(self, tier: Tier) -> bool:
         """Do one thing that frees room in `tier`. False when there is nothing left to do."""
@@ -192,32 +192,33 @@ class Mover:
         return True
 
     def _demote(self, upper: Tier) -> bool:
-        """Let the blocks that leave `upper` first sink, a few at a time. False when none can."""
+        """Demote a few blocks from `upper`, in the order of its policy. Return false when none can move."""
         policy = self._policies.get(upper.name)
         if policy is None:
             return False
         few = max(1, min(BATCH_BLOCKS, int(upper.blocks * _DEMOTED_SHARE)))
         try:
             with self._residency.changed:
-                at_rest = self._sample(self._residency.places.at_rest(upper.name))
-                victims = self._residency.ask(policy, lambda policy: self._victims(policy, at_rest, few))
+                idle = self._sample(self._residency.locations.idle(upper.name))
+                victims = self._residency.ask(policy, lambda policy: self._victims(policy, idle, few))
         except TierError as error:  # the user will be told; a tier below may have room
             logger.warning("%s", error)
             return False
         try:
-            return self._sink(victims, upper)
+            return self._move_down(victims, upper)
         except TierFullError as error:
-            logger.debug("nothing can sink: %s", error)
+            logger.debug("no block can be demoted: %s", error)
             return False
 
-    def _victims(self, policy: EvictionPolicy, at_rest: Slots, few: int) -> list[Block]:
-        candidates = policy.evictable(at_rest)
+    def _victims(self, policy: EvictionPolicy, idle: Slots, few: int) -> list[Block]:
+        candidates = policy.evictable(idle)
         victims = policy.victims(candidates, few)
-        return self._residency.places.blocks(victims if len(victims) else policy.victims(candidates, 1))
+        return self._residency.locations.blocks(victims if len(victims) else policy.victims(candidates, 1))
 
-    def _sink(self, victims: Sequence[Block], upper: Tier) -> bool:
-        """Move blocks from `upper` to tiers below it; what has another copy is only let go. Whether there was any
-        block to move; those that cannot be read stay, and are not named again.
+    def _move_down(self, victims: Sequence[Block], upper: Tier) -> bool:
+        """Move blocks from `upper` to tiers below it; of a block with another copy, only the copy in
+        `upper` is removed. Return true if there was any block to move. Blocks that cannot be read stay, and are
+        not chosen again.
 
         Raises:
             TierFullError: no tier below has room.
@@ -249,43 +250,43 @@ class Mover:
     # -- up -----------------------------------------------------------------------------------------------------
 
     def _promote(self) -> None:
-        """Let blocks that were read from afar rise, as far as the policies like; one batch per tier."""
+        """Promote blocks that were read from lower tiers, as the policies decide, one batch per tier."""
         with self._residency.changed:
             missed = self._residency.misses_locked()
         for rank, upper in enumerate(self._tiers[:-1]):
-            rising, leaving = self._choose_promotions(
+            promoted, leaving = self._choose_promotions(
                 missed, upper, [tier.name for tier in self._tiers[: rank + 1]]
             )
-            if len(leaving) and not self._sink(leaving, upper):
+            if len(leaving) and not self._move_down(leaving, upper):
                 continue
             self._residency.garbage.collect()
-            self._rise(rising, upper)
+            self._move_up(promoted, upper)
 
     def _choose_promotions(
         self, missed: Slots, upper: Tier, not_in: Sequence[str]
     ) -> tuple[list[Block], list[Block]]:
-        """The blocks that rise into a tier, and those that leave it for them."""
-        places = self._residency.places
+        """Return the blocks to promote into a tier, and those that leave it for them."""
+        locations = self._residency.locations
         with self._residency.changed:
-            lower = places.at_rest_elsewhere(missed, not_in)
+            lower = locations.idle_elsewhere(missed, not_in)
             if not len(lower) or upper.capacity_bytes is None:
                 return [], []
-            largest = max(upper.occupied_bytes(block.layout) for block in places.blocks(lower))
+            largest = max(upper.occupied_bytes(block.layout) for block in locations.blocks(lower))
             room = self._config.high_watermark * upper.capacity_bytes - upper.used_bytes
             free = max(0, int(room // largest))
-            at_rest = self._sample(places.at_rest(upper.name))
+            idle = self._sample(locations.idle(upper.name))
 
             def choose(policy: EvictionPolicy) -> tuple[list[Block], list[Block]]:
-                rising, leaving = policy.promotions(lower, policy.evictable(at_rest), free, BATCH_BLOCKS)
-                return places.blocks(rising), places.blocks(leaving)
+                promoted, leaving = policy.promotions(lower, policy.evictable(idle), free, BATCH_BLOCKS)
+                return locations.blocks(promoted), locations.blocks(leaving)
 
             return self._residency.ask(self._policies[upper.name], choose)
 
-    def _rise(self, rising: Sequence[Block], upper: Tier) -> None:
+    def _move_up(self, promoted: Sequence[Block], upper: Tier) -> None:
         with self._residency.changed:
             blocks = [
                 block
-                for block in rising
+                for block in promoted
                 if block.copies  # not gone since it was chosen
                 and upper.name not in block.leaving
                 and upper.name not in block.copies
@@ -304,23 +305,23 @@ class Mover:
                     if upper.has_room(upper.occupied_bytes(block.layout)):
                         moves.append(Move(block, upper, upper.write(block.key, block.layout, part)))
         finally:
-            risen = len(moves)
+            count = len(moves)
             try:
                 self.finish(moves, leaving=None)
             finally:
                 self._give_back(blocks)
-        self._metrics.count(blocks_promoted=risen)
+        self._metrics.count(blocks_promoted=count)
 
     # -- both ---------------------------------------------------------------------------------------------------
 
     def _borrow_locked(self, blocks: Sequence[Block]) -> None:
         for block in blocks:
             block.references += 1
-        self._residency.places.hold(blocks, 1)
+        self._residency.locations.hold(blocks, 1)
 
     def _give_back(self, blocks: Sequence[Block]) -> None:
         with self._residency.changed:
-            self._residency.places.hold(blocks, -1)
+            self._residency.locations.hold(blocks, -1)
         self._residency.release(blocks)
 
     def _load(self, blocks: Sequence[Block]) -> Bits | None:
@@ -337,7 +338,7 @@ class Mover:
             else:  # whoever needs it will be told; here, others can move instead
                 logger.warning("cannot be moved: %s", error)
                 with self._residency.changed:
-                    self._residency.places.hold(blocks, 1)  # never given back
+                    self._residency.locations.hold(blocks, 1)  # never given back
             return None
 
     def _sample(self, slots: Slots) -> Slots:

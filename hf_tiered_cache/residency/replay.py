@@ -145,7 +145,7 @@ class Replay:
         steps: steps of the trace.
         accesses: reads of blocks. That a block was sealed is none.
         hits: those that found their block in the tier.
-        moves: blocks that rose after a read or sank for another; where a new block first goes is none.
+        moves: promotions and demotions; the first placement of a new block is none.
     """
 
     policy: str
@@ -219,7 +219,7 @@ class _Tier:
         return self._held[slots]
 
     def enter(self, slots: Slots) -> tuple[int, int]:
-        """Take in those that the policy lets in; how many rose, and how many sank."""
+        """Apply the policy's promotions; return the numbers of promotions and demotions."""
         if len(slots) == 0 or self._capacity == 0:
             return 0, 0
         held = np.flatnonzero(self._held)

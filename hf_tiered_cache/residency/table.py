@@ -32,7 +32,7 @@ from ..transfer.worker import Worker
 from .eviction import EvictionPolicy
 from .garbage import Garbage
 from .heat import Floats, HeatTable, Slots
-from .locations import Places
+from .locations import BlockLocations
 
 logger = logging.getLogger(__name__)
 
@@ -44,10 +44,10 @@ _REMEMBERED_MISSES = 1024
 _RELEASED_TOGETHER = 512
 
 
-class Residency:
+class ResidencyTable:
     """Copies of blocks, in staging and in the tiers. Reads run on the caller's thread and block.
 
-    Methods that end in `_locked` are called with `changed` held, and so are those of `heat` and `places`.
+    Methods that end in `_locked` are called with `changed` held, and so are those of `heat` and `locations`.
 
     Invariants:
         - a referenced block has at least one copy, so `read` can always load it;
@@ -62,7 +62,7 @@ class Residency:
     def __init__(self, tiers: Sequence[Tier], metrics: Metrics, background: Worker) -> None:
         self.tiers = {tier.name: tier for tier in tiers}
         self.heat = HeatTable()
-        self.places = Places([tier.name for tier in tiers])
+        self.locations = BlockLocations([tier.name for tier in tiers])
         self.changed = TimedCondition(metrics)
         self._failure: TierError | None = None
         self._nearness = {place: rank for rank, place in enumerate((STAGING, *self.tiers))}
@@ -83,7 +83,7 @@ class Residency:
             group = self._groups[block.key[:2]] = self.heat.new_group()
         block.slot = self.heat.add(group, block.key.block_idx)
         block.copies[STAGING] = BlockCopy(staged)
-        self.places.enter(block)
+        self.locations.register(block)
 
     def retain(self, blocks: Iterable[Block]) -> None:
         """Count one more reference to each block."""
@@ -110,7 +110,7 @@ class Residency:
                 block.resident.pool.forget_locked(block)
             for place in list(block.copies):
                 self.remove_copy_locked(block, place)
-            self.places.leave(block)
+            self.locations.unregister(block)
         self.heat.remove(np.array([block.slot for block in unneeded], np.int64))
         for block in unneeded:
             block.slot = -1
@@ -154,7 +154,7 @@ class Residency:
         live no longer. Those that are being used just now come again the next time."""
         missed = np.unique(np.array(self._missed, np.int64))
         self._missed.clear()
-        self._missed.extend(self.places.in_use(missed).tolist())
+        self._missed.extend(self.locations.in_use(missed).tolist())
         return missed
 
     def wait_for_reads(self, seconds: float) -> None:
@@ -181,7 +181,7 @@ class Residency:
             copies = [block.copies[place] for block, place in zip(blocks, places, strict=True)]
             for copy in copies:
                 copy.pins += 1
-            self.places.hold(blocks, 1)
+            self.locations.hold(blocks, 1)
             if wanted:
                 self._count_hits_locked(blocks, places)
         try:
@@ -189,7 +189,7 @@ class Residency:
         finally:
             with self.changed:
                 self._reading -= wanted
-                self.places.hold(blocks, -1)
+                self.locations.hold(blocks, -1)
                 for block, copy in zip(blocks, copies, strict=True):
                     self.unpin_locked(block, copy)
                 if self._reading == 0:
@@ -207,7 +207,7 @@ class Residency:
             held = [(block, copy) for block, copy in zip(blocks, copies, strict=True) if copy is not None]
             for _, copy in held:
                 copy.pins += 1
-            self.places.hold((block for block, _ in held), 1)
+            self.locations.hold((block for block, _ in held), 1)
         try:
             with failures_as_tier_errors(f"{tier.name}: blocks in memory"):
                 tensors = [
@@ -217,7 +217,7 @@ class Residency:
             yield tensors
         finally:
             with self.changed:
-                self.places.hold((block for block, _ in held), -1)
+                self.locations.hold((block for block, _ in held), -1)
                 for block, copy in held:
                     self.unpin_locked(block, copy)
             self.garbage.collect_soon()
@@ -245,7 +245,7 @@ class Residency:
             return
         if len(block.copies) > 1:
             block.copies = dict(sorted(block.copies.items(), key=lambda item: self._nearness[item[0]]))
-        self.places.set(block, tier.name, there=True)
+        self.locations.set(block, tier.name, there=True)
 
     def remove_copy_locked(self, block: Block, place: str) -> None:
         """Later reads take another copy; this one is dropped when the last read that holds it has ended."""
@@ -255,7 +255,7 @@ class Residency:
         copy.doomed = True
         if place != STAGING:
             block.leaving.add(place)
-        self.places.set(block, place, there=False)
+        self.locations.set(block, place, there=False)
         if copy.pins == 0:
             self._drop_locked(block, copy)
         else:

@@ -15,7 +15,7 @@ from ..transfer.engine import Event
 from ..transfer.staging import StagingPool, StagingSlot
 from ..transfer.worker import Worker
 from .mover import BATCH_BLOCKS, Move, Mover
-from .table import Residency
+from .table import ResidencyTable
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class WriteBack:
         background: the thread.
     """
 
-    def __init__(self, residency: Residency, mover: Mover, metrics: Metrics, background: Worker) -> None:
+    def __init__(self, residency: ResidencyTable, mover: Mover, metrics: Metrics, background: Worker) -> None:
         self._residency = residency
         self._mover = mover
         self._metrics = metrics
@@ -127,7 +127,7 @@ class WriteBack:
             except BaseException as error:  # a failed copy, a plug-in: it must reach the user as well
                 failure = caused_by(error, "write-back failed")
             with self._residency.changed:
-                self._residency.places.hold([block for block, _ in batch], -1)
+                self._residency.locations.hold([block for block, _ in batch], -1)
                 for block, copy in batch:
                     self._residency.unpin_locked(block, copy)
                 # What is not stored goes back to where it was, to be tried again.
@@ -150,7 +150,7 @@ class WriteBack:
             if block.references:
                 copy = block.copies[STAGING]
                 copy.pins += 1
-                self._residency.places.hold([block], 1)
+                self._residency.locations.hold([block], 1)
                 batch.append((block, copy))
         return batch
 

@@ -91,7 +91,7 @@ class Request:
         return self.namespace if made == 0 else f"{self.namespace}.{made}"
 
 
-class RequestBook:
+class RequestTable:
     """All requests by their names. Every method may be called from any thread.
 
     Args:
@@ -108,8 +108,8 @@ class RequestBook:
         self._last_used: dict[ThreadReference, Request] = {}
         self._leaving: set[Request] = set()
 
-    def make(self, request_id: Hashable, expected_tokens: int) -> Request:
-        """A new request, which nobody finds until it is entered.
+    def create(self, request_id: Hashable, expected_tokens: int) -> Request:
+        """A new request, which nobody finds until it is registered.
 
         Raises:
             ConfigError: the name is taken.
@@ -120,7 +120,7 @@ class RequestBook:
             namespace = f"request{self._namespaces - 1:04d}"
         return Request(request_id, namespace, expected_tokens, TimedLock(self._metrics))
 
-    def enter(self, request: Request) -> None:
+    def register(self, request: Request) -> None:
         """Let a request be found by its name.
 
         Raises:
@@ -161,7 +161,7 @@ class RequestBook:
             self._last_used[this_thread().reference] = request
             yield request
 
-    def is_at_rest(self, request: Request) -> bool:
+    def is_idle(self, request: Request) -> bool:
         """Whether nobody reads what calls on this request returned: all threads that called have gone on to other
         requests, or have ended. Ask with the request's lock held."""
         mine = this_thread().reference
@@ -194,7 +194,7 @@ class RequestBook:
                     self._last_used.pop(thread, None)
 
     def close(self) -> list[Request]:
-        """Let no request be found or entered any more. Returns those that were there, or are about to go."""
+        """Let no request be found or registered any more. Returns those that were there, or are about to go."""
         with self._lock:
             self.closed = True
             requests = [*self._requests.values(), *self._leaving]

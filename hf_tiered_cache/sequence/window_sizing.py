@@ -13,7 +13,7 @@ from .layer_state import LayerState
 from .pressure import MemoryProbe, WindowChange, WindowGovernor
 
 
-class Windows:
+class WindowSizing:
     """Which layers have windows on which device, for the governor of their size. Any thread may call.
 
     Args:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..core.metrics import Metrics
-from .engine import CopyEngine, Event, Placement
+from .engine import CopyEngine, Event, ScatterFunction
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ class CudaCopyEngine(CopyEngine):
             return self._events.record(self._out, host_waits=True)
 
     def copy_in(
-        self, source: torch.Tensor, placement: Placement, after: Event, ready: Event | None = None
+        self, source: torch.Tensor, scatter: ScatterFunction, after: Event, ready: Event | None = None
     ) -> Event:
         with self._on(self._in):
             if ready is None:
@@ -93,7 +93,7 @@ class CudaCopyEngine(CopyEngine):
             else:
                 _wait_on(self._in, ready)
             _wait_on(self._in, after)
-            for target, part in placement(source):
+            for target, part in scatter(source):
                 target.copy_(part, non_blocking=True)
             # Host threads wait for it before they fill a host buffer again.
             return self._events.record(self._in, host_waits=ready is None)

@@ -24,7 +24,7 @@ from ..core.blocks import as_bits
 from ..core.metrics import Metrics
 from .worker import AWAITED_NICENESS, BACKGROUND_NICENESS, Worker
 
-Placement = Callable[[torch.Tensor], Iterable[tuple[torch.Tensor, torch.Tensor]]]
+ScatterFunction = Callable[[torch.Tensor], Iterable[tuple[torch.Tensor, torch.Tensor]]]
 
 
 class Event(Protocol):
@@ -108,7 +108,7 @@ class CopyEngine(ABC):
 
     @abstractmethod
     def copy_in(
-        self, source: torch.Tensor, placement: Placement, after: Event, ready: Event | None = None
+        self, source: torch.Tensor, scatter: ScatterFunction, after: Event, ready: Event | None = None
     ) -> Event:
         """Put the parts of a contiguous tensor where they belong on the device.
 
@@ -198,13 +198,13 @@ class CpuCopyEngine(CopyEngine):
         return _TaskEvent(self._out.submit(run).result)
 
     def copy_in(
-        self, source: torch.Tensor, placement: Placement, after: Event, ready: Event | None = None
+        self, source: torch.Tensor, scatter: ScatterFunction, after: Event, ready: Event | None = None
     ) -> Event:
         def run() -> None:
             if ready is not None:
                 ready.wait()
             after.wait()
-            for target, part in placement(source):
+            for target, part in scatter(source):
                 self._copy(target, part)
 
         return _TaskEvent(self._in.submit(run).result)

@@ -17,7 +17,7 @@ from transformers import DynamicCache
 
 from hf_tiered_cache import KVCacheManager, TieredCache, TieredCacheConfig
 from hf_tiered_cache.loading.buffers import GatherBuffers, LoadBuffer
-from hf_tiered_cache.loading.reader import BlockStream, Part
+from hf_tiered_cache.loading.reader import BlockReader, Part
 from hf_tiered_cache.manager.resources import EngineFactory
 from hf_tiered_cache.transfer.engine import Event
 from hf_tiered_cache.transfer.staging import SlotRing
@@ -136,30 +136,30 @@ class TestStreaming:
     def test_control_attention_that_does_not_wait_for_the_read(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Each part is read only once attention is done with it."""
         ended = threading.Semaphore(0)
-        original_end, original_run = BlockStream._end, BlockStream._run
+        original_end, original_run = BlockReader._end, BlockReader._run
 
-        def end(stream: BlockStream, load: Any) -> None:
+        def end(stream: BlockReader, load: Any) -> None:
             original_end(stream, load)
             ended.release()
 
-        def run(stream: BlockStream, load: Any) -> Event | None:
+        def run(stream: BlockReader, load: Any) -> Event | None:
             ended.acquire(timeout=1)  # what was read ahead when the cache is closed never ends
             return original_run(stream, load)
 
-        monkeypatch.setattr(BlockStream, "_end", end)
-        monkeypatch.setattr(BlockStream, "_run", run)
-        monkeypatch.setattr(BlockStream, "_wait", lambda stream, load: None)
+        monkeypatch.setattr(BlockReader, "_end", end)
+        monkeypatch.setattr(BlockReader, "_run", run)
+        monkeypatch.setattr(BlockReader, "_wait", lambda stream, load: None)
         assert not self.matches(LateEngine, FEW_STEPS)
 
     @pytest.mark.parametrize("engine", [LateEngine, StagedLateEngine])
     def test_control_buffer_released_before_attention_has_read_it(
         self, engine: EngineFactory, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        original = BlockStream._parts
+        original = BlockReader._parts
 
-        def parts(stream: BlockStream, load: Any) -> Iterator[Part]:
-            stream._lane.engine.recycled(load.buffer.storage)  # as the end of the load does
+        def parts(stream: BlockReader, load: Any) -> Iterator[Part]:
+            stream._pipeline.engine.recycled(load.buffer.storage)  # as the end of the load does
             yield from original(stream, load)
 
-        monkeypatch.setattr(BlockStream, "_parts", parts)
+        monkeypatch.setattr(BlockReader, "_parts", parts)
         assert not self.matches(engine, {})

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from torch.nn.functional import scaled_dot_product_attention
 
 from hf_tiered_cache import KVCacheManager, TieredCacheConfig
-from hf_tiered_cache.sequence import window_sizing as windows
+from hf_tiered_cache.sequence import window_sizing
 
 from ..fakes import LateEngine, RandomGovernor, StagedLateEngine, random_kv
 
@@ -66,8 +66,8 @@ class RandomUse(RuleBasedStateMachine):
     ) -> None:
         torch.manual_seed(0)
         self.base = Path(tempfile.mkdtemp(prefix="random-use-"))
-        governor = windows.WindowGovernor
-        windows.WindowGovernor = RandomGovernor  # only asked for automatic windows
+        governor = window_sizing.WindowGovernor
+        window_sizing.WindowGovernor = RandomGovernor  # only asked for automatic windows
         self.manager = KVCacheManager(
             TieredCacheConfig(
                 window_tokens=window,
@@ -90,7 +90,7 @@ class RandomUse(RuleBasedStateMachine):
             ),
             engine_factory=functools.partial(engine, max_delay_seconds=0.0005),
         )
-        windows.WindowGovernor = governor
+        window_sizing.WindowGovernor = governor
         self.model: dict[str, dict[int, Layer]] = {}
         self.names = 0
         self.allocate()

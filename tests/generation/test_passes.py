@@ -301,7 +301,7 @@ class TestChangesOfAllLayers:
     def test_a_torn_layer(self, cache: TieredCache) -> None:
         """An interrupt between window and block table: where the tokens are is not certain."""
         model, ids = tiny_llama(), prompt_ids(130, batch=2)
-        request = cache.manager._book.find(cache._binding.request_id)
+        request = cache.manager._request_table.find(cache._binding.request_id)
         request.layers[1].torn = True
         for use in (
             lambda: feed(model, ids[:, 120:], cache),

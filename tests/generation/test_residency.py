@@ -12,7 +12,7 @@ from transformers import DynamicCache, PreTrainedConfig
 from hf_tiered_cache import KVCacheManager, TieredCache, TieredCacheConfig
 from hf_tiered_cache.residency import table as residency
 from hf_tiered_cache.residency.replay import RecordingTable, Trace, replay
-from hf_tiered_cache.sequence import window_sizing as windows
+from hf_tiered_cache.sequence import window_sizing
 from hf_tiered_cache.sequence.pressure import MemoryState
 
 from ..fakes import LateEngine, RandomGovernor, StagedLateEngine
@@ -36,7 +36,7 @@ MATRIX = [(name, mode) for name in MODELS for mode in MODES if ZOO[name].refusal
 
 @pytest.fixture
 def random_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(windows, "WindowGovernor", RandomGovernor)
+    monkeypatch.setattr(window_sizing, "WindowGovernor", RandomGovernor)
 
 
 @pytest.mark.usefixtures("random_windows")

@@ -35,7 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_tiered_cache
 from hf_tiered_cache.core.metrics import Metrics
-from hf_tiered_cache.loading import pipeline as lane
+from hf_tiered_cache.loading import pipeline
 from hf_tiered_cache.transfer import staging
 from hf_tiered_cache.transfer.cuda import CudaCopyEngine
 from hf_tiered_cache.transfer.engine import CopyEngine
@@ -292,7 +292,7 @@ class CudaModel:
 
         monkeypatch.setattr(np, "copyto", watched_copyto)
         monkeypatch.setattr(staging, "as_bits", watched_as_bits(write=False))
-        monkeypatch.setattr(lane, "as_bits", watched_as_bits(write=True))
+        monkeypatch.setattr(pipeline, "as_bits", watched_as_bits(write=True))
 
     def current_stream(self, device: Any = None) -> Stream:
         """As of `torch.cuda`."""

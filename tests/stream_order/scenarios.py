@@ -16,7 +16,7 @@ from transformers import DynamicCache
 
 from hf_tiered_cache import CacheStats, KVCacheManager, TieredCache, TieredCacheConfig
 from hf_tiered_cache.residency.writeback import WriteBack
-from hf_tiered_cache.sequence import window_sizing as windows
+from hf_tiered_cache.sequence import window_sizing
 
 from ..fakes import RandomGovernor, random_kv
 from ..models import CACHE_NAME, generate, prompt_ids, tiny_llama
@@ -167,7 +167,7 @@ class Scenario:
         model = copy.deepcopy(tiny_llama(LAYERS))
         input_ids = prompt_ids(150, batch=2)
         with (
-            mock.patch.object(windows, "WindowGovernor", RandomGovernor),
+            mock.patch.object(window_sizing, "WindowGovernor", RandomGovernor),
             self.cuda.watch(),
             torch.no_grad(),
             self.manager(window_tokens="auto") as manager,

@@ -13,9 +13,9 @@ import torch
 
 from hf_tiered_cache.core.blocks import Block
 from hf_tiered_cache.loading.buffers import GatherBuffers, LoadBuffer
-from hf_tiered_cache.loading.pipeline import Lane, Source
+from hf_tiered_cache.loading.pipeline import DevicePipeline, Source
 from hf_tiered_cache.loading.prefetch import Load, Prefetcher
-from hf_tiered_cache.residency.table import Residency
+from hf_tiered_cache.residency.table import ResidencyTable
 from hf_tiered_cache.sequence.window import WindowBuffer
 from hf_tiered_cache.tiers import host
 from hf_tiered_cache.transfer import cuda as engines
@@ -69,8 +69,8 @@ class ComputeWaitsForNothing(ModelEngine):
 class CopyInDoesNotWait(ModelEngine):
     """For its targets to be released."""
 
-    def copy_in(self, source: Any, placement: Any, after: Event, ready: Event | None = None) -> Event:
-        return super().copy_in(source, placement, self.record_copy_in(), ready)
+    def copy_in(self, source: Any, scatter: Any, after: Event, ready: Event | None = None) -> Event:
+        return super().copy_in(source, scatter, self.record_copy_in(), ready)
 
 
 class CopyInWholeDoesNotWait(ModelEngine):
@@ -88,8 +88,8 @@ class CopyOutDoesNotWait(ModelEngine):
 class ResidentBlocksAreReadAtOnce(ModelEngine):
     """As if they were in host memory, whose transfer begins before the wait for the targets."""
 
-    def copy_in(self, source: Any, placement: Any, after: Event, ready: Event | None = None) -> Event:
-        return super().copy_in(source, placement, after)
+    def copy_in(self, source: Any, scatter: Any, after: Event, ready: Event | None = None) -> Event:
+        return super().copy_in(source, scatter, after)
 
 
 class ResidentBlocksAreReadWhole(ModelEngine):
@@ -229,7 +229,7 @@ def test_release_of_a_buffer_into_which_nothing_is_loaded(
     finish = Prefetcher.finish
 
     def finish_at_once(prefetcher: Prefetcher, load: Load, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        load.after = load.lane.engine.record_compute()
+        load.after = load.pipeline.engine.record_compute()
         return finish(prefetcher, load, tokens)
 
     monkeypatch.setattr(Prefetcher, "finish", finish_at_once)
@@ -242,12 +242,12 @@ class TestPinsOfHostBlocks:
     @pytest.fixture
     def thrown_out(self, monkeypatch: pytest.MonkeyPatch) -> list[Block]:
         blocks: list[Block] = []
-        keep = Lane.keep
+        keep = DevicePipeline.keep
 
-        def keep_and_throw_out(lane: Lane, block: Block, source: Source) -> None:
-            keep(lane, block, source)
+        def keep_and_throw_out(pipeline: DevicePipeline, block: Block, source: Source) -> None:
+            keep(pipeline, block, source)
             if source.ready is None:
-                residency = lane._residency
+                residency = pipeline._residency
                 lower = residency.tiers["L1"]
                 if "L1" not in block.copies:
                     bits = block.layout.over(source.data, 1)[0].numpy().view("u4")
@@ -262,7 +262,7 @@ class TestPinsOfHostBlocks:
                     residency.garbage.collect((residency.tiers["host"], block))
                 blocks.append(block)
 
-        monkeypatch.setattr(Lane, "keep", keep_and_throw_out)
+        monkeypatch.setattr(DevicePipeline, "keep", keep_and_throw_out)
         monkeypatch.setattr(host, "_KEPT_SHARE", 0)  # what loses its block goes back to the system
         return blocks
 
@@ -281,13 +281,13 @@ class TestPinsOfHostBlocks:
         self, form: Form, thrown_out: list[Block], cuda: CudaModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         @contextmanager
-        def in_memory(residency: Residency, blocks: Sequence[Block]) -> Iterator[list[torch.Tensor | None]]:
+        def in_memory(residency: ResidencyTable, blocks: Sequence[Block]) -> Iterator[list[torch.Tensor | None]]:
             tier = residency.tiers["host"]
             with residency.changed:
                 there = [next(iter(block.copies)) == "host" for block in blocks]
             yield [tier.tensor(block.key) if here else None for block, here in zip(blocks, there, strict=True)]
 
-        monkeypatch.setattr(Residency, "in_memory", in_memory)
+        monkeypatch.setattr(ResidencyTable, "in_memory", in_memory)
         _is_missed(cuda, tmp_path, None, lambda scenario: self.use(scenario, form), "unordered read", "copy_in")
         assert {violation.memory for violation in cuda.violations} == {"host tier"}
 

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from hf_tiered_cache import KVCacheManager
-from hf_tiered_cache.sequence import window_sizing as windows
+from hf_tiered_cache.sequence import window_sizing
 
 from ..fakes import RandomGovernor, random_kv
 from .model import GPU, CudaModel, Stream
@@ -171,7 +171,7 @@ def _options(seed: int) -> dict[str, Any]:
 
 
 def _run(seed: int, path: Path) -> Counter[str]:
-    with pytest.MonkeyPatch.context() as patch, mock.patch.object(windows, "WindowGovernor", RandomGovernor):
+    with pytest.MonkeyPatch.context() as patch, mock.patch.object(window_sizing, "WindowGovernor", RandomGovernor):
         cuda = CudaModel(patch)
         scenario = Scenario(cuda, path)
         with scenario.manager(**_options(seed)) as manager:

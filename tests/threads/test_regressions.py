@@ -15,7 +15,7 @@ import torch
 from hf_tiered_cache import CacheClosedError, KVCacheManager, TieredCacheConfig, TierError
 from hf_tiered_cache.core.locks import TimedLock, this_thread
 from hf_tiered_cache.core.metrics import Metrics
-from hf_tiered_cache.residency.device_pool import ResidentPool
+from hf_tiered_cache.residency.device_pool import DevicePool
 from hf_tiered_cache.sequence.pressure import MemoryState
 
 from ..fakes import FAULTS, LateEngine, eventually, random_kv
@@ -71,16 +71,16 @@ def test_close_waits_for_a_request_that_is_being_freed(tmp_path: Path) -> None:
 
 def test_a_copy_that_finds_no_room_does_not_end_the_wait_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks on their way into the pool were read from a buffer that was in use again."""
-    original = ResidentPool._reserve
+    original = DevicePool._reserve
     calls = 0
 
-    def every_second(pool: ResidentPool, nbytes: int) -> torch.Tensor | None:
+    def every_second(pool: DevicePool, nbytes: int) -> torch.Tensor | None:
         nonlocal calls
         calls += 1
         return original(pool, nbytes) if calls % 2 else None
 
-    monkeypatch.setattr(ResidentPool, "copy_of", lambda pool, packed: None)  # nothing is resident from the start
-    monkeypatch.setattr(ResidentPool, "_reserve", every_second)
+    monkeypatch.setattr(DevicePool, "copy_of", lambda pool, packed: None)  # nothing is resident from the start
+    monkeypatch.setattr(DevicePool, "_reserve", every_second)
     config = TieredCacheConfig(
         window_tokens=16,
         block_tokens=16,
@@ -149,7 +149,7 @@ class TestWindowsOfOthers:
     def grow(self, manager: KVCacheManager) -> None:
         manager.allocate("idle")
         manager.append("idle", 0, *random_kv(300))
-        assert manager._book.find("idle").layers[0].window.held_tokens == 300
+        assert manager._request_table.find("idle").layers[0].window.held_tokens == 300
         manager.allocate("busy")
 
     def test_it_shrinks_at_last_although_storage_failed_at_first(
@@ -159,7 +159,7 @@ class TestWindowsOfOthers:
             self.grow(manager)
             FAULTS.write_error = "INTERNAL: cable pulled"
             free_share[0] = 0.0
-            idle = manager._book.find("idle").layers[0]
+            idle = manager._request_table.find("idle").layers[0]
             for _ in range(12):
                 try:
                     manager.append("busy", 0, *random_kv(1))
@@ -191,7 +191,7 @@ class TestWindowsOfOthers:
                 manager.append("busy", 0, *random_kv(1))
             stop.set()
             crew.join()
-            assert manager._book.find("idle").layers[0].window.held_tokens <= 48
+            assert manager._request_table.find("idle").layers[0].window.held_tokens <= 48
 
     def test_memory_goes_back_when_there_is_nothing_to_seal(
         self, manager: KVCacheManager, free_share: list[float]
@@ -199,7 +199,7 @@ class TestWindowsOfOthers:
         with manager:
             self.grow(manager)
             manager.crop("idle", 0, 290)
-            window = manager._book.find("idle").layers[0].window
+            window = manager._request_table.find("idle").layers[0].window
             before = window.nbytes
             free_share[0] = 0.0
             manager.append("busy", 0, *random_kv(1))
@@ -220,7 +220,7 @@ def test_what_was_loaded_for_the_other_form_is_given_up(tmp_path: Path) -> None:
         for layer_id in range(3):
             manager.crop("a", layer_id, 250)
         manager.flush()
-        tables = sum(len(layer.table) for layer in manager._book.find("a").layers.values())
+        tables = sum(len(layer.table) for layer in manager._request_table.find("a").layers.values())
         assert manager.stats().tiers["L1"].blocks == tables
 
 

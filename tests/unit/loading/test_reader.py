@@ -13,8 +13,8 @@ import torch
 from hf_tiered_cache import KVCacheManager, TieredCacheConfig, TierError, TierFullError, TierReadError
 from hf_tiered_cache.core.errors import ConfigError
 from hf_tiered_cache.loading.buffers import LoadBuffer
-from hf_tiered_cache.loading.reader import BlockStream
-from hf_tiered_cache.residency.table import Residency
+from hf_tiered_cache.loading.reader import BlockReader
+from hf_tiered_cache.residency.table import ResidencyTable
 from hf_tiered_cache.transfer.engine import CpuCopyEngine
 
 from ...fakes import FAULTS, LateEngine, StagedLateEngine, eventually, random_kv
@@ -47,11 +47,11 @@ def attend(manager: KVCacheManager, layer_id: int, tokens: int = 1, request: str
     return manager.attend(request, layer_id, torch.randn(1, 4, tokens, 8), *random_kv(tokens))
 
 
-def stream_of(manager: KVCacheManager) -> BlockStream:
+def stream_of(manager: KVCacheManager) -> BlockReader:
     """The one of the CPU, while only one thread attends."""
-    (seat,) = manager._resources.seats(torch.device("cpu"))._idle
-    assert seat.stream is not None
-    return seat.stream
+    (lease,) = manager._resources.reader_pool(torch.device("cpu"))._idle
+    assert lease.reader is not None
+    return lease.reader
 
 
 def loads(manager: KVCacheManager) -> list[tuple[int, int, int]]:
@@ -239,12 +239,12 @@ def test_a_read_without_an_answer_may_write_late(manager: KVCacheManager, monkey
     """The memory that it was given is not used again."""
     late: list[Any] = []
 
-    def never_answers(residency: Residency, blocks: Any, target: Any) -> None:
+    def never_answers(residency: ResidencyTable, blocks: Any, target: Any) -> None:
         late.append(target)
         raise TierError("no answer within 120 s")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Residency, "read", never_answers)
+        patch.setattr(ResidencyTable, "read", never_answers)
         with pytest.raises(TierError, match="no answer"):
             attend(manager, 0)
     for _ in range(3):
@@ -431,9 +431,9 @@ def test_a_buffer_that_a_cancelled_load_still_fills_does_not_grow(
     for buffer in stream._buffers:
         buffer.reallocate(0)
     going_on, reading = threading.Event(), threading.Event()
-    read = Residency.read
+    read = ResidencyTable.read
 
-    def slow_read(residency: Residency, blocks: Any, target: Any) -> None:
+    def slow_read(residency: ResidencyTable, blocks: Any, target: Any) -> None:
         reading.set()
         assert going_on.wait(10)
         read(residency, blocks, target)
@@ -441,8 +441,8 @@ def test_a_buffer_that_a_cancelled_load_still_fills_does_not_grow(
     stream._buffer_bytes = BLOCK_BYTES
     attend(manager, 0)
     stream.start_over()
-    monkeypatch.setattr(Residency, "read", slow_read)
-    layer = manager._book.find("a").layers[0]
+    monkeypatch.setattr(ResidencyTable, "read", slow_read)
+    layer = manager._request_table.find("a").layers[0]
     for buffer in list(stream._free)[1:]:
         stream._free.remove(buffer)
     load = stream._start(layer, 0)

@@ -1,4 +1,4 @@
-"""Blocks sink and rise between the tiers: which, when, and what happens when storage fails meanwhile."""
+"""Demotion and promotion between the tiers: which, when, and what happens when storage fails meanwhile."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from hf_tiered_cache import KVCacheManager, TieredCacheConfig, TierError
 from hf_tiered_cache.core.blocks import Block
-from hf_tiered_cache.residency.table import Residency
+from hf_tiered_cache.residency.table import ResidencyTable
 from hf_tiered_cache.residency.writeback import WriteBack
 
 from ...fakes import FAULTS, eventually, random_kv
@@ -57,7 +57,7 @@ class Filled:
 
     @property
     def blocks(self) -> list[Block]:
-        return self.manager._book.find("a").layers[0].table.blocks
+        return self.manager._request_table.find("a").layers[0].table.blocks
 
     def in_tier(self, name: str) -> set[int]:
         """The blocks that have a copy there."""
@@ -87,11 +87,11 @@ class Filled:
 
 
 def test_watermarks() -> None:
-    """R9: above the high one the coldest blocks sink, down to the low one."""
+    """R9: above the high one the coldest blocks are demoted, down to the low one."""
     with Filled(protection_steps=2, high_watermark=0.9, low_watermark=0.5) as filled:
         assert filled.in_tier("host") == set(range(10))
         filled.read(0, 1, 2)
-        assert filled.in_tier("host") == set(range(10)), "sealed or read in the last two steps, none may sink"
+        assert filled.in_tier("host") == set(range(10)), "sealed or read in the last two steps, none may be demoted"
         filled.read(0)
         assert len(filled.in_tier("host")) == 5 and {0, 1, 2} <= filled.in_tier("host")
         assert filled.manager.stats().blocks_demoted == 5
@@ -99,7 +99,7 @@ def test_watermarks() -> None:
 
 
 def test_protected_blocks_stay() -> None:
-    """R10: what was read in the last steps does not sink, however much room is wanted."""
+    """R10: what was read in the last steps is not demoted, however much room is wanted."""
     with Filled(protection_steps=4, high_watermark=0.5, low_watermark=0.1) as filled:
         for step in range(12):
             hot = {step % 3, 3 + step % 3}
@@ -122,15 +122,15 @@ def test_nothing_sinks_before_the_heat_table_is_warm() -> None:
 
 def test_blocks_that_are_being_read_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     reading, go_on = threading.Event(), threading.Event()
-    original = Residency._read_pinned
+    original = ResidencyTable._read_pinned
 
-    def slow(residency: Residency, blocks: list[Block], *arguments: Any) -> None:
+    def slow(residency: ResidencyTable, blocks: list[Block], *arguments: Any) -> None:
         if not go_on.is_set() and blocks[0].key.block_idx == 0:
             reading.set()
             go_on.wait(20)
         original(residency, blocks, *arguments)
 
-    monkeypatch.setattr(Residency, "_read_pinned", slow)
+    monkeypatch.setattr(ResidencyTable, "_read_pinned", slow)
     with Filled(high_watermark=0.5, low_watermark=0.1) as filled:
         with monkeypatch.context() as patch:  # nothing moves before the read
             patch.setattr(WriteBack, "balance_soon", lambda write_back: None)

@@ -188,7 +188,7 @@ class _LockingEngine(StagedLateEngine):
 
 
 @pytest.mark.parametrize(("engine", "locks"), [(CpuCopyEngine, False), (_LockingEngine, True)])
-def test_a_lane_asks_for_locked_pages_if_its_copies_want_them(
+def test_a_pipeline_asks_for_locked_pages_if_its_copies_want_them(
     engine: Callable[..., CpuCopyEngine], locks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[torch.device] = []
