@@ -345,11 +345,11 @@ def tier_table(stats: CacheStats) -> Table:
             name,
             f"{tier.tokens:,.0f}",
             f"{tier.blocks:,}",
-            size(tier.bytes),
+            size(tier.used_bytes),
             capacity,
             size(tier.bytes_written),
             size(tier.bytes_read),
-            f"{tier.hits:,}",
+            f"{tier.blocks_served:,}",
         )
     return table
 

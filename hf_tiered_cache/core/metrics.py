@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,23 +23,35 @@ class TierStats:
     """What one tier holds, and what went in and out since the start.
 
     Args:
-        tokens: tokens held, as the mean over the tiered layers of all caches that share the manager.
-        blocks: blocks held, over all layers.
-        bytes: bytes occupied: of L0 every tensor that the package allocated on the accelerator, of L1 whole
-            blocks of the file system, of L2 before compression.
-        capacity_bytes: the limit on `bytes`, `None` when there is none.
+        tokens: tokens stored, as the mean over the tiered layers of all caches that share the manager.
+        blocks: blocks stored, over all layers.
+        used_bytes: space in use: in L0 every tensor that the package allocated on the accelerator, in L1 whole
+            blocks of the file system, in L2 the size before compression.
+        capacity_bytes: the limit on `used_bytes`, `None` when there is none.
         bytes_written, bytes_read: traffic since the start. L0's is what was copied to and from the host.
-        hits: blocks that attention wanted and that this tier, being the nearest that had them, served. L0's are
+        blocks_served: blocks that attention read from this tier, which was the nearest that had them. L0's are
             those that were resident beside the windows.
     """
 
     tokens: float
     blocks: int
-    bytes: int
+    used_bytes: int
     capacity_bytes: int | None
     bytes_written: int
     bytes_read: int
-    hits: int
+    blocks_served: int
+
+    @property
+    def bytes(self) -> int:
+        """Deprecated: use `used_bytes`."""
+        _warn_of_old_name("TierStats.bytes", "used_bytes")
+        return self.used_bytes
+
+    @property
+    def hits(self) -> int:
+        """Deprecated: use `blocks_served`."""
+        _warn_of_old_name("TierStats.hits", "blocks_served")
+        return self.blocks_served
 
 
 @dataclass(frozen=True)
@@ -95,13 +108,14 @@ class CacheStats:
 
     def __str__(self) -> str:
         rows = [
-            f"{'tier':<5}{'tokens':>10}{'blocks':>9}{'held':>12}{'capacity':>12}{'written':>12}{'read':>12}{'hits':>11}"
+            f"{'tier':<5}{'tokens':>10}{'blocks':>9}{'used':>12}{'capacity':>12}"
+            f"{'written':>12}{'read':>12}{'served':>11}"
         ]
         for name, tier in self.tiers.items():
             capacity = "-" if tier.capacity_bytes is None else format_bytes(tier.capacity_bytes)
             rows.append(
-                f"{name:<5}{tier.tokens:>10,.0f}{tier.blocks:>9,}{format_bytes(tier.bytes):>12}{capacity:>12}"
-                f"{format_bytes(tier.bytes_written):>12}{format_bytes(tier.bytes_read):>12}{tier.hits:>11,}"
+                f"{name:<5}{tier.tokens:>10,.0f}{tier.blocks:>9,}{format_bytes(tier.used_bytes):>12}{capacity:>12}"
+                f"{format_bytes(tier.bytes_written):>12}{format_bytes(tier.bytes_read):>12}{tier.blocks_served:>11,}"
             )
         rate = self.prefetch_hit_rate
         rows.append(
@@ -122,6 +136,10 @@ class CacheStats:
             "L0's traffic is with the host)"
         )
         return "\n".join(rows)
+
+
+def _warn_of_old_name(old: str, new: str) -> None:
+    warnings.warn(f"{old} is called {new} now; the old name goes in the next release", FutureWarning, stacklevel=3)
 
 
 def format_bytes(size: float) -> str:

@@ -18,11 +18,11 @@ def snapshot(resources: Resources, window_sizing: WindowSizing, layers: Sequence
         "L0": TierStats(
             tokens=sum(layer.window.tokens for layer in layers) * share,
             blocks=resources.resident_blocks,
-            bytes=metrics.l0_bytes,
+            used_bytes=metrics.l0_bytes,
             capacity_bytes=None,
             bytes_written=metrics["L0_written"],
             bytes_read=metrics["L0_read"],
-            hits=metrics["L0_hits"],
+            blocks_served=metrics["L0_hits"],
         )
     }
     for name, configured in (
@@ -34,11 +34,11 @@ def snapshot(resources: Resources, window_sizing: WindowSizing, layers: Sequence
         tiers[name] = TierStats(
             tokens=sum(layer.tokens_in(name) for layer in layers) * share,
             blocks=tier.blocks if tier else 0,
-            bytes=tier.used_bytes if tier else 0,
+            used_bytes=tier.used_bytes if tier else 0,
             capacity_bytes=tier.capacity_bytes if tier else configured,
             bytes_written=metrics[f"{name}_written"],
             bytes_read=metrics[f"{name}_read"],
-            hits=metrics[f"{name}_hits"],
+            blocks_served=metrics[f"{name}_hits"],
         )
     l1 = resources.tiers.get("L1")
     return metrics.snapshot(

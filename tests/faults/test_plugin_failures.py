@@ -290,7 +290,7 @@ class TestManager:
             manager.free("a")
             manager.flush()
             assert errors == [] and not FAILURES.planned[doing]
-            assert manager.stats().tiers["L1"].bytes == 0 == stored_blocks()
+            assert manager.stats().tiers["L1"].used_bytes == 0 == stored_blocks()
 
     @WHERE
     @pytest.mark.parametrize("error", [sqlite3.OperationalError("disk I/O error"), SystemExit(3)])
@@ -304,7 +304,7 @@ class TestManager:
             assert raised.value.__cause__ is error and not isinstance(raised.value, TierFullError)
             held = manager.tokens("a", 0)
             assert held and torch.equal(manager.fetch("a", 0, range(held))[0], keys[:, :, :held])
-            assert eventually(lambda: manager.stats().tiers["L1"].bytes == 0 == stored_blocks())
+            assert eventually(lambda: manager.stats().tiers["L1"].used_bytes == 0 == stored_blocks())
             FAILURES.planned.clear()
             with suppress(TierError):  # what another block met meanwhile
                 manager.append("a", 0, keys[:, :, held:held], values[:, :, held:held])
@@ -342,17 +342,17 @@ class TestManager:
             with pytest.raises(TierError) as raised:
                 manager.flush()
             assert raised.value.__cause__ is error
-            assert manager.stats().tiers["L1"].bytes == blocks * BLOCK_BYTES == stored_blocks() * BLOCK_BYTES
+            assert manager.stats().tiers["L1"].used_bytes == blocks * BLOCK_BYTES == stored_blocks() * BLOCK_BYTES
             FAILURES.plan("delete", where, blocks + 3, error)  # some go, some stay
             with pytest.raises(TierError):
                 manager.flush()
-            assert manager.stats().tiers["L1"].bytes == stored_blocks() * BLOCK_BYTES
+            assert manager.stats().tiers["L1"].used_bytes == stored_blocks() * BLOCK_BYTES
             FAILURES.planned.clear()
             keys, values, errors = fill(manager, "b")
             manager.flush()
             assert errors == []
             check(manager, "b", keys, values)
-            assert manager.stats().tiers["L1"].bytes == stored_blocks() * BLOCK_BYTES == blocks * BLOCK_BYTES
+            assert manager.stats().tiers["L1"].used_bytes == stored_blocks() * BLOCK_BYTES == blocks * BLOCK_BYTES
 
     def test_a_full_tier_sends_blocks_on(self, tmp_path: Path) -> None:
         with make(l2_url=tmp_path) as manager:

@@ -216,7 +216,7 @@ class RandomUse(RuleBasedStateMachine):
     def tiers_stay_within_their_capacities(self) -> None:
         tiers = self.manager.stats().tiers
         for name in ("host", "L1"):
-            assert tiers[name].capacity_bytes is None or tiers[name].bytes <= tiers[name].capacity_bytes
+            assert tiers[name].capacity_bytes is None or tiers[name].used_bytes <= tiers[name].capacity_bytes
 
     def teardown(self) -> None:
         if not hasattr(self, "manager"):
@@ -229,7 +229,9 @@ class RandomUse(RuleBasedStateMachine):
                 self.manager.free(request)
             self.manager.flush()
             stats = self.manager.stats()
-            assert all(stats.tiers[name].bytes == stats.tiers[name].blocks == 0 for name in ("host", "L1", "L2"))
+            assert all(
+                stats.tiers[name].used_bytes == stats.tiers[name].blocks == 0 for name in ("host", "L1", "L2")
+            )
             assert stats.tiers["L0"].blocks == 0
         finally:
             self.manager.close()

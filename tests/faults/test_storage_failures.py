@@ -117,7 +117,7 @@ def test_capacity_without_l2_names_the_settings_to_change() -> None:
             manager.flush()
         held = manager.tokens("a", 0)
         assert torch.equal(manager.fetch("a", 0, torch.arange(held))[0], key[:, :, :held])
-        assert manager.stats().tiers["L1"].bytes <= 3 * 4096
+        assert manager.stats().tiers["L1"].used_bytes <= 3 * 4096
         manager.free("a")
         manager.allocate("a")
         manager.append("a", 0, key[:, :, :70], value[:, :, :70])

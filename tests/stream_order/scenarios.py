@@ -73,7 +73,7 @@ class Scenario:
             self._count(manager.stats())
 
     def _count(self, stats: CacheStats) -> None:
-        self.hits.update({name: tier.hits for name, tier in stats.tiers.items()})
+        self.hits.update({name: tier.blocks_served for name, tier in stats.tiers.items()})
 
     def generation(self, form: Form, tiers: dict[str, Any] | None = None, **options: Any) -> bool:
         """`model.generate`, with other settings of the tiers if need be; whether the tokens are those of

@@ -121,7 +121,7 @@ def assert_holds_nothing(manager: KVCacheManager) -> None:
     """For a manager whose requests were all freed."""
     in_threads(manager.flush)
     tiers = manager.stats().tiers
-    left = {name: (tier.blocks, tier.bytes) for name, tier in tiers.items()}
+    left = {name: (tier.blocks, tier.used_bytes) for name, tier in tiers.items()}
     assert all(blocks == 0 for blocks, _ in left.values()), left
     assert all(nbytes == 0 for name, (_, nbytes) in left.items() if name != "L0"), left
 

@@ -390,7 +390,7 @@ def check_capacities(manager: KVCacheManager, base: Path) -> None:
     l1_capacity = config.l1_capacity_bytes
     for name, capacity in (("host", config.host_capacity_bytes), ("L1", l1_capacity)):
         if capacity is not None and name in tiers:
-            assert tiers[name].bytes <= capacity, f"{name} holds {tiers[name].bytes} of {capacity} bytes"
+            assert tiers[name].used_bytes <= capacity, f"{name} holds {tiers[name].used_bytes} of {capacity} bytes"
     resident = tiers["L0"].blocks  # of unknown sizes
     assert resident * SMALLEST_BLOCK_BYTES <= config.resident_bytes, f"{resident} blocks stay on the accelerator"
     time.sleep(0.002)

@@ -146,7 +146,7 @@ def test_fork_shares_blocks_and_parts_ways(manager: KVCacheManager) -> None:
     manager.free("b")
     manager.flush()
     stats = manager.stats()
-    assert all(stats.tiers[tier].bytes == 0 for tier in ("L1", "L2")), "no block is left"
+    assert all(stats.tiers[tier].used_bytes == 0 for tier in ("L1", "L2")), "no block is left"
 
 
 def bytes_on_disk(base: Path) -> int:
@@ -173,7 +173,7 @@ def test_capacity_holds_while_blocks_move(options: dict[str, Any], demoted: rang
         key, value = random_kv(640, key_shape=(4, 8), value_shape=(4, 8))
         for piece in pieces(640, [16]):
             manager.append("a", 0, key[:, :, piece], value[:, :, piece])
-            assert manager.stats().tiers["L1"].bytes <= 5 * 4096
+            assert manager.stats().tiers["L1"].used_bytes <= 5 * 4096
             assert bytes_on_disk(tmp_path) <= 5 * 4096
         manager.flush()
         stats = manager.stats()

@@ -83,7 +83,7 @@ class Filled:
         assert torch.equal(found[0], self.key) and torch.equal(found[1], self.value)
         tiers = self.manager.stats().tiers
         for name in ("host", "L1"):
-            assert tiers[name].capacity_bytes is None or tiers[name].bytes <= tiers[name].capacity_bytes
+            assert tiers[name].capacity_bytes is None or tiers[name].used_bytes <= tiers[name].capacity_bytes
 
 
 def test_watermarks() -> None:
@@ -91,7 +91,7 @@ def test_watermarks() -> None:
     with Filled(protection_steps=2, high_watermark=0.9, low_watermark=0.5) as filled:
         assert filled.in_tier("host") == set(range(10))
         filled.read(0, 1, 2)
-        assert filled.in_tier("host") == set(range(10)), "sealed or read in the last two steps, none may be demoted"
+        assert filled.in_tier("host") == set(range(10)), "all were sealed or read in the last two steps"
         filled.read(0)
         assert len(filled.in_tier("host")) == 5 and {0, 1, 2} <= filled.in_tier("host")
         assert filled.manager.stats().blocks_demoted == 5
@@ -162,9 +162,9 @@ def test_what_is_read_from_afar_rises() -> None:
         filled.read(12, 13, 14, 15)
         filled.read(12, 13, 14, 15, 16, 17, 18)
         assert {20, 21} & filled.in_tier("host") == set() and {20, 21} <= filled.in_tier("L1")
-        hits = filled.manager.stats().tiers["host"].hits
+        hits = filled.manager.stats().tiers["host"].blocks_served
         filled.read(12)
-        assert filled.manager.stats().tiers["host"].hits == hits + 1
+        assert filled.manager.stats().tiers["host"].blocks_served == hits + 1
         dirty = {block for block in range(10) if filled.in_tier("L1") >= {block}}
         assert FAULTS.writes - written == len(dirty), "only what had no copy below was written"
         filled.check()
@@ -236,7 +236,7 @@ def test_resident_blocks_serve_reads_and_leave_with_their_request() -> None:
         assert stats.tiers["L0"].blocks == 6
         FAULTS.reads.clear()
         filled.read(0, 1, 5)
-        assert FAULTS.reads == [] and filled.manager.stats().tiers["L0"].hits == 3
+        assert FAULTS.reads == [] and filled.manager.stats().tiers["L0"].blocks_served == 3
         filled.check()
         l0_bytes = filled.manager.stats().l0_bytes
         filled.manager.free("a")
