@@ -27,7 +27,7 @@ Result = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class Scoring:
-    """How scores are made from query and key.
+    """The computation of scores from queries and keys.
 
     Args:
         scale: factor on the scores.
@@ -52,7 +52,7 @@ class Scoring:
 
 @dataclass(frozen=True)
 class Problem:
-    """What the choice of a kernel depends on.
+    """The properties of a problem that decide which kernel runs it.
 
     Args:
         device_type: `"cpu"`, `"cuda"`, ...

@@ -26,7 +26,7 @@ _TOKENS_PER_ROW = 8
 
 @dataclass(frozen=True, eq=False)
 class AttentionRule:
-    """What a model's attention is like, besides being causal.
+    """Properties of a model's attention, which is causal.
 
     Args:
         scale: factor on the scores; `1 / sqrt(Dk)` when `None`.
@@ -190,7 +190,7 @@ class OnlineAttention:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """What is held here goes."""
+        """Free everything that this holds."""
         self._account.add(-self._held_bytes)
 
     def _add_stored_row(

@@ -1,4 +1,4 @@
-"""What the benchmarks share about transformers."""
+"""Models and caches that the benchmarks share."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class _Layer:
 
 
 Choice = Callable[[_Layer], Slots]
-"""Which blocks a layer reads in a step: their positions."""
+"""The positions of the blocks that a layer reads in a step."""
 
 
 def everything(layer: _Layer) -> Slots:

@@ -68,7 +68,7 @@ class Row:
 
 @dataclass
 class Report:
-    """What one of the two runs showed."""
+    """The result of one of the two runs."""
 
     rows: list[Row] = field(default_factory=list)
     errors: list[float] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""What TieredCache costs per decode step: against DynamicCache, in the same process, in turns.
+"""The cost of TieredCache per decode step, against DynamicCache in the same process, in turns.
 
 Regime: a random Llama with the shape of a 135M-parameter model (30 layers, 9 query and 3 KV heads of 64), batch
 1, greedy. `fits` keeps the whole context in the window, so nothing is sealed: any ratio above 1 is bookkeeping.

@@ -1,4 +1,4 @@
-"""How well streaming hides storage behind computation: decode steps and prefill, against limits and peers.
+"""Measures how well streaming hides storage behind computation, against limits and peers.
 
 `overlap`: decode steps over layers whose blocks are in L1. A layer's computation is simulated by a sleep, which
 leaves the processor free as a GPU would. The limit is the slower of two runs: computation alone (everything in

@@ -109,7 +109,7 @@ class Row:
 
     @property
     def kept(self) -> bool:
-        """Whether the limit is, if there is one."""
+        """Return true if the limit is kept, or if there is none."""
         return self.case.limit is None or (self.worst is not None and self.worst >= self.case.limit)
 
     def result(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What every other subpackage builds on: blocks, settings, errors, metrics and locks.
+"""The foundation of every other subpackage: blocks, settings, errors, metrics and locks.
 
 Imports no other subpackage. Begin with `blocks`.
 """

@@ -56,7 +56,7 @@ class BlockKey(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """How a block lies in memory: per stored row K `[heads, tokens, dim]`, then V likewise, row after row.
+    """The memory layout of a block: per stored row K `[heads, tokens, dim]`, then V likewise, row after row.
 
         row 0: |<- key_heads * block_tokens * key_dim ->|<- value_heads * block_tokens * value_dim ->|
         row 1: ...

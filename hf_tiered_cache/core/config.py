@@ -102,7 +102,7 @@ def _with_hints(settings: type[T]) -> type[T]:
 @_with_hints
 @dataclass(frozen=True, kw_only=True)
 class TieredCacheConfig:
-    """What the tiers may use and how they move data.
+    """The limits of the tiers and the ways they move data.
 
     Numbers may be of any type, numpy's included, whole ones may be floats (`1e9`), and sizes and counts may be
     text (`"4Ki"`). Each holds a plain `int`, `float` or `str` afterwards; paths are absolute, `~` expanded.
@@ -347,5 +347,5 @@ class TieredCacheConfig:
 
 
 def _is_one_of(value: object, *names: str) -> bool:
-    """Whether it is text, and one of these: an array would be compared element by element."""
+    """Return true for text that is one of these; an array would be compared element by element."""
     return isinstance(value, str) and value in names

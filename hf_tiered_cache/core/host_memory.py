@@ -1,4 +1,4 @@
-"""How much host memory there is to be had."""
+"""The amount of host memory that is available."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ _RATE_SECONDS = 10
 
 @dataclass(frozen=True)
 class TierStats:
-    """What one tier holds, and what went in and out since the start.
+    """The contents of one tier, and its traffic since the start.
 
     Args:
         tokens: tokens stored, as the mean over the tiered layers of all caches that share the manager.
@@ -152,7 +152,7 @@ def format_bytes(size: float) -> str:
 
 
 class _Rate:
-    """How often something happened per second, lately. Not locked."""
+    """The rate of an event per second, over the last seconds. Not thread-safe."""
 
     def __init__(self) -> None:
         self._per_second: Counter[int] = Counter()

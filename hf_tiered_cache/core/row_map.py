@@ -1,4 +1,4 @@
-"""Which stored row of a block each row of the batch reads."""
+"""The map from the rows of a batch to the stored rows of a block."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class RowMap:
         self._groups: dict[object, list[RowGroup]] = {}
 
     def is_identity(self, stored_rows: int) -> bool:
-        """Whether each batch row reads its own, of so many."""
+        """Return true if there are as many batch rows as stored rows, and each reads its own."""
         return self._ascending and len(self.rows) == stored_rows
 
     def select(self, rows: Sequence[int] | np.ndarray[Any, Any]) -> RowMap:

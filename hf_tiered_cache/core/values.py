@@ -1,4 +1,4 @@
-"""What people give as numbers, sizes and paths, as plain Python values.
+"""Conversion of numbers, sizes and paths, as users give them, to plain Python values.
 
 Everything here raises `ValueError` with the reason; who knows the name of the setting says the rest.
 """

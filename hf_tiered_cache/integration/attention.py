@@ -41,7 +41,7 @@ UNTRACED = "the tiers move data beside the computation, which cannot be traced: 
 
 
 def can_stream(text_config: PreTrainedConfig) -> bool:
-    """Whether a model is known to hand keys and values to the attention function as the cache returned them."""
+    """Return true if a model is known to pass keys and values to attention exactly as the cache returned them."""
     return text_config.model_type in STREAMING_MODELS
 
 
@@ -94,7 +94,7 @@ class PendingAttention:
 
     @staticmethod
     def of(key: torch.Tensor, value: torch.Tensor) -> PendingAttention | None:
-        """What an update has marked both tensors with, if they come from one."""
+        """Return the mark that an update left on both tensors, if they come from one update."""
         mark = getattr(key, _MARK, None)
         return mark if mark is not None and mark is getattr(value, _MARK, None) else None
 

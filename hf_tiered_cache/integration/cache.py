@@ -333,7 +333,7 @@ class TieredCache(DynamicCache):
                     raise
 
     def stats(self) -> CacheStats:
-        """What the tiers hold and have done so far (all caches of the manager together)."""
+        """Return a snapshot of the tiers and their traffic, over all caches of the manager."""
         return self.manager.stats()
 
     def flush(self) -> None:

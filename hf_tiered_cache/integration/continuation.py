@@ -1,4 +1,4 @@
-"""What stock `generate` gets wrong with a cache that is not empty, noticed before it happens.
+"""Checks of `generate` calls that go wrong with a cache that is not empty, made before anything is computed.
 
 `generate` slices the cached tokens off the prompt with `input_ids[:, -(length - cached):]`. For a prompt that is
 cached as a whole that is `input_ids[:, -0:]`: everything is fed again, and the output is wrong without an error
@@ -46,7 +46,7 @@ class GenerateCall:
         return None if settings is None else cls(settings)
 
     def is_around(self, frame: FrameType | None) -> bool:
-        """Whether a frame is inside of this very call."""
+        """Return true if a frame is inside this call."""
         settings = self._settings()
         while settings is not None and (frame := _generate_frame(frame)) is not None:
             if frame.f_locals.get("generation_config") is settings:
@@ -56,7 +56,7 @@ class GenerateCall:
 
     @property
     def is_running(self) -> bool:
-        """Whether the call has not ended yet."""
+        """Return true while the call runs."""
         return self.is_around(sys._current_frames().get(self.thread_id))
 
 
@@ -74,7 +74,7 @@ def _generate_frame(frame: FrameType | None) -> FrameType | None:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationStart:
-    """What `generate` is about to do.
+    """The arguments of a `generate` call that has just begun.
 
     Args:
         call: the call itself.
@@ -233,7 +233,7 @@ def check_wrapped(cache: object, frame: FrameType | None) -> None:
 
 
 def wrap_it() -> UnsupportedModelError:
-    """What an encoder-decoder model is told that uses the cache bare."""
+    """Return the error for an encoder-decoder model that uses the cache without a wrapper."""
     return UnsupportedModelError(
         "an encoder-decoder model needs a second cache for its cross-attention: pass transformers' "
         "EncoderDecoderCache(TieredCache(config=model.config), DynamicCache(config=model.config))"

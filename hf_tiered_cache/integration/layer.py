@@ -19,7 +19,7 @@ _request_numbers = itertools.count()
 
 
 class CacheBinding:
-    """What a cache shares with its layers: the manager, and the request in it that is this cache's.
+    """State that the layers of a cache share: the manager, and the cache's request in it.
 
     `streams` says that the update under way leaves old tokens to an attention that takes them part by part.
 

@@ -53,7 +53,7 @@ _Pending = TypeVar("_Pending", bound=Pending)
 
 @dataclass(eq=False)
 class ForwardPass:
-    """What one pass over the layers has done.
+    """The progress of one forward pass over the layers.
 
     Args:
         thread, thread_id: whose pass it is.
@@ -82,12 +82,12 @@ class ForwardPass:
 
     @property
     def is_mine(self) -> bool:
-        """Whether the calling thread began it."""
+        """True if the calling thread began this pass."""
         return self.thread is this_thread().reference
 
     @property
     def is_running_elsewhere(self) -> bool:
-        """Whether another thread began it and is inside of a model just now."""
+        """True if another thread began this pass and is inside a model now."""
         if self.is_mine or self.thread() is None:
             return False
         frame = sys._current_frames().get(self.thread_id)
@@ -256,7 +256,7 @@ class ForwardPasses:
             )
 
     def is_complete(self, layers: Sequence[Any]) -> bool:
-        """Whether the last pass, if there was one, and the last crop came to their ends."""
+        """True if the last pass and the last crop, if any, were completed."""
         last = self._pass
         if self._cropping is not None:
             return False
@@ -289,7 +289,7 @@ class ForwardPasses:
     # -- what changes all layers --------------------------------------------------------------------------------
 
     def tokens_before(self, layer_idx: int, held_tokens: int) -> int:
-        """What a layer holds when the last pass, or the last crop, is taken to its proper end."""
+        """Return the length of a layer once the last pass or the last crop is completed or undone."""
         if self._cropping is not None:
             return min(held_tokens, self._cropping.get(layer_idx, held_tokens))
         if self._pass is None or not self._pass.forward:
@@ -297,7 +297,7 @@ class ForwardPasses:
         return self._pass.before.get(layer_idx, held_tokens)
 
     def is_torn(self, layer_idx: int) -> bool:
-        """Whether the last pass ended in the middle of this layer's update."""
+        """Return true if the last pass ended in the middle of this layer's update."""
         last = self._pass
         return last is not None and layer_idx in last.before and layer_idx not in last.updated
 
@@ -321,7 +321,7 @@ class ForwardPasses:
         self.settle()
 
     def unchanged(self) -> None:
-        """What was about to change all layers was refused by the first."""
+        """Forget a change of all layers that the first layer refused."""
         self._changing = self._cropping = None
 
     def settle(self) -> None:
@@ -331,7 +331,7 @@ class ForwardPasses:
 
 
 class _Sized(threading.local):
-    """Whose mask the calling thread has asked the size of."""
+    """The passes for which a thread has asked the size of the mask."""
 
     passes: weakref.ref[ForwardPasses] | None = None
 
@@ -382,7 +382,7 @@ def _two_threads() -> TieredCacheError:
 
 
 def _is_in_a_module(frame: FrameType | None) -> bool:
-    """Whether a model is being called around this frame."""
+    """Return true if this frame runs inside a model's forward."""
     while frame is not None:
         if frame.f_code in _MODULE_CALLS:
             return True

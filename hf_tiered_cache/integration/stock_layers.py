@@ -1,4 +1,4 @@
-"""What can be told of the layers that stay transformers' own: sliding, recurrent, indexed and others."""
+"""Inspection of the layers that remain transformers' own: sliding, recurrent, indexed and others."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ StateMark = tuple[tuple["weakref.ref[torch.Tensor]", int], ...]
 
 
 def attention_layers(layers: Sequence[Any]) -> list[int]:
-    """Those that hold tokens."""
+    """Return the layers that hold tokens."""
     return [layer_idx for layer_idx, layer in enumerate(layers) if isinstance(layer, CacheLayerMixin)]
 
 
 def recurrent_layers(layers: Sequence[Any]) -> list[int]:
-    """Those that hold a state, alone or beside tokens."""
+    """Return the layers that hold a recurrent state, alone or beside tokens."""
     return [i for i, layer in enumerate(layers) if isinstance(layer, LinearAttentionCacheLayerMixin)]
 
 
@@ -38,7 +38,7 @@ def _states(layer: Any) -> list[torch.Tensor]:
 
 
 def state_mark(layer: Any) -> StateMark | None:
-    """What there is to be seen of a recurrent layer's state; `None` where its changes leave no trace."""
+    """Return a mark of a recurrent layer's state, for `has_changed`; `None` if its changes leave no trace."""
     states = _states(layer)
     if any(state.is_inference() for state in states):
         return None
@@ -46,7 +46,7 @@ def state_mark(layer: Any) -> StateMark | None:
 
 
 def has_changed(layer: Any, mark: StateMark | None) -> bool:
-    """Whether a recurrent layer's state was changed since; true when that cannot be seen."""
+    """Return true if a recurrent layer's state changed since, or if that cannot be seen."""
     states = _states(layer)
     if mark is None or len(mark) != len(states) or any(state.is_inference() for state in states):
         return True
@@ -57,13 +57,13 @@ def has_changed(layer: Any, mark: StateMark | None) -> bool:
 
 
 def indexer_is_complete(layer: Any) -> bool:
-    """Whether a layer has as many keys for its indexer, if there is one, as for its attention."""
+    """Return true if a layer's indexer, if any, has as many keys as its attention."""
     tokens = indexer_tokens(layer)
     return not tokens or tokens == layer.get_seq_length()
 
 
 def records_past(layer: Any) -> bool:
-    """Whether a layer keeps what it would forget until the next crop."""
+    """Return true if a layer keeps the tokens that it would drop until the next crop."""
     return bool(getattr(layer, "record_past", False))
 
 

@@ -72,7 +72,7 @@ class GatherBuffers:
         self._readers: dict[ThreadReference, _Reader] = {}
 
     def enter(self) -> None:
-        """What the calling thread's attention has read so far may be overwritten; it will read more."""
+        """Release the buffer that the calling thread's attention has read; it will read another."""
         with self._lock:
             reader = self._readers.setdefault(this_thread().reference, _Reader())
             buffer, reader.buffer = reader.buffer, None
@@ -138,7 +138,7 @@ class GatherBuffers:
         return self._ahead + max(1, len(self._readers))
 
     def leave_for_ended_threads(self) -> None:
-        """What they read may be overwritten."""
+        """Release the buffers that ended threads have read."""
         with self._lock:
             ended = [reference for reference in self._readers if reference() is None]
             readers = [self._readers.pop(reference) for reference in ended]

@@ -46,7 +46,7 @@ class DevicePipeline:
     Any number of threads may seal and wait; `loading` is the prefetch thread's alone.
 
     Args:
-        engine: of the device; closed with the lane.
+        engine: of the device; closed with the pipeline.
         residency: knows where blocks are.
         write_back: takes the sealed blocks.
         resident: blocks that stay on the device.

@@ -86,7 +86,7 @@ class Prefetcher:
         Loads of requests that have more of them, or that are not being used, give way.
 
         Args:
-            layer, lane: the layer, and its device's lane.
+            layer, pipeline: the layer, and the pipeline of its device.
             owner: the request.
             block_indices: ascending.
             tokens: room that the buffer should have; more is made when it turns out to be needed.
@@ -108,7 +108,7 @@ class Prefetcher:
         return True
 
     def is_loading(self, layer: LayerState) -> bool:
-        """Whether a load of this layer was started ahead of time."""
+        """Return true if a load of this layer was started ahead of time."""
         return layer in self._loads
 
     def begin(self, layer: LayerState, pipeline: DevicePipeline, owner: str, tokens: int) -> Load:

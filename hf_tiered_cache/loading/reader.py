@@ -86,7 +86,7 @@ class _Load:
         self.storage = self.storage.new_empty(0)
 
     def is_next(self, layer: LayerState, first_block: int) -> bool:
-        """Whether these are the blocks that the layer has now from `first_block` on."""
+        """Return true if these are still the blocks of the layer from `first_block` on."""
         return (
             self.layer is layer
             and self.first_block == first_block
@@ -101,7 +101,7 @@ class BlockReader:
     (Ctrl-C) that struck while loads were being handed on: then it is not `_settled`.
 
     Args:
-        lane: of the device.
+        pipeline: of the device.
         residency: where blocks are read.
         metrics: counts hits, misses, bytes and stalls.
         buffers: how many there are, at least 2.
@@ -195,7 +195,7 @@ class BlockReader:
         self._settled = False
 
     def close(self) -> None:
-        """Give the memory up. The lane is closed: nothing is being loaded."""
+        """Free the memory. The pipeline is closed: nothing is being loaded."""
         self.start_over()
         for buffer in self._buffers:
             self._pipeline.engine.free(buffer.storage)

@@ -78,7 +78,7 @@ class KVCacheManager:
 
     @property
     def closed(self) -> bool:
-        """Whether `close()` was called."""
+        """True once `close()` was called."""
         return self._request_table.closed or self._resources.closed
 
     def close(self) -> None:
@@ -170,7 +170,7 @@ class KVCacheManager:
             layer.check_intact()
 
     def overflows(self, request_id: Hashable, layer_id: int, new_tokens: int) -> bool:
-        """Whether blocks of a layer have left its window, or will when so many tokens are added."""
+        """Return true if blocks of a layer have left its window, or will once this many tokens are added."""
         layer = self._request_table.find(request_id).layers.get(layer_id)
         if layer is None:
             return new_tokens > self.config.sink_tokens + self._window_sizing.tokens + self.config.block_tokens

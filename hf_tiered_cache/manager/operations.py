@@ -320,7 +320,7 @@ class LayerOperations:
 
     @property
     def _prefetcher(self) -> Prefetcher:
-        assert self._resources.prefetcher is not None, "a lane is open, so the prefetch is"
+        assert self._resources.prefetcher is not None, "a pipeline is open, so the prefetch is"
         return self._resources.prefetcher
 
     def _look_ahead(self, request: Request, layer: LayerState) -> bool:

@@ -1,4 +1,4 @@
-"""What `stats()` tells, put together from the counters and from what layers and tiers hold just now."""
+"""The snapshot for `stats()`, from the counters, the layers and the tiers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a manager opens and must close again: threads, tiers, private directories."""
+"""The resources of a manager: threads, tiers and private directories."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ EngineFactory = Callable[[torch.device, Metrics], CopyEngine]
 
 
 class Resources:
-    """Engines, lanes and tiers of one manager.
+    """Engines, pipelines and tiers of one manager.
 
     Tiers and threads come into being when the first block is sealed: a context that fits its window touches no
     storage. Until then `residency`, `write_back` and `prefetcher` are `None`.
@@ -124,7 +124,7 @@ class Resources:
         return sum(pipeline.resident.blocks for pipeline in list(self._pipelines.values()))
 
     def reader_pool(self, device: torch.device) -> ReaderPool:
-        """Where those attend who take blocks part by part."""
+        """Return the reader pool of a device, for streaming attention."""
         pool = self._reader_pools.get(device)
         if pool is None:
             engine = self.engine(device)

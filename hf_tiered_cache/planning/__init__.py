@@ -1,4 +1,4 @@
-"""How much memory a cache will need, before it exists.
+"""The memory that a cache will need, computed before it exists.
 
 Imports `loading`, `sequence`, `attention` and `core` for their sizes. Begin with `planner`.
 """

@@ -1,4 +1,4 @@
-"""What a cache needs, before there is one."""
+"""The accelerator memory that a cache needs, from the shapes of a model's layers."""
 
 from __future__ import annotations
 

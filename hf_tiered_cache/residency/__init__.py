@@ -1,4 +1,4 @@
-"""Which tier holds a copy of which block, and what moves blocks between tiers.
+"""The tiers that hold copies of each block, and the moves of blocks between tiers.
 
 Imports `core`, `tiers` and `transfer`. Begin with `table`.
 """

@@ -1,4 +1,4 @@
-"""Which blocks of a tier are worth keeping: the contract of eviction policies, their registry, and the policies.
+"""Eviction policies: their contract, their registry, and the built-in ones.
 
     keep_values   what is a block worth? The smallest leaves first.
        ├─ victims      which blocks are demoted to make room
@@ -41,11 +41,11 @@ class EvictionPolicy(ABC):
     """
 
     acts_on_accesses: ClassVar[bool] = True
-    """Whether the values come from the heat table's accesses, so that nothing leaves before it is warm."""
+    """True if the values come from the heat table's accesses, so that nothing leaves before it is warm."""
     margin: ClassVar[float] = 0.0
     """A block only leaves for one whose value is larger by more than this."""
     offline: ClassVar[bool] = False
-    """Whether it needs to know the future."""
+    """True if the policy needs to know the future."""
 
     def __init__(self, table: HeatTable, config: TieredCacheConfig) -> None:
         self.table = table
@@ -53,10 +53,10 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def keep_values(self, slots: Slots) -> Values:
-        """What each block is worth, float64: the smallest leaves first, infinity never leaves."""
+        """Return the value of each block, float64: the smallest leaves first, infinity never leaves."""
 
     def evictable(self, slots: Slots) -> Slots:
-        """Those that the heat table lets leave: none before it is warm, none that was read just now."""
+        """Return the blocks that may leave: none before the heat table is warm, none that was read just now."""
         if self.acts_on_accesses and not self.table.warm(self.config.warmup_steps):
             return slots[:0]
         return slots[~self.table.protected(slots, self.config.protection_steps)]
@@ -232,7 +232,7 @@ class BeladyPolicy(EvictionPolicy):
     offline = True
 
     next_read: Slots | None = None
-    """When each slot will be read next, int64, by any clock; whoever replays a trace keeps it up to date."""
+    """The time of each slot's next read, int64, by any clock. The replay of a trace keeps it up to date."""
 
     def evictable(self, slots: Slots) -> Slots:
         return slots

@@ -96,7 +96,7 @@ class Garbage:
         self.collect_soon()
 
     def _delete(self, batch: dict[tuple[Tier, Block], None]) -> dict[tuple[Tier, Block], None]:
-        """Those that could not be deleted."""
+        """Delete copies, tier by tier; return those that could not be deleted."""
         by_tier: defaultdict[Tier, dict[BlockKey, Block]] = defaultdict(dict)
         for tier, block in batch:
             by_tier[tier][block.key] = block

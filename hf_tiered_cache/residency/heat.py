@@ -1,4 +1,4 @@
-"""How recently and how often each block was read, and how likely it is to be read next.
+"""Recency, frequency and predicted probability of reads, per block.
 
 The table is a set of dense arrays, indexed by a block's *slot*:
 
@@ -27,7 +27,7 @@ Floats = np.ndarray[Any, np.dtype[np.float32]]
 Mask = np.ndarray[Any, np.dtype[np.bool_]]
 
 DECAY = 0.9
-"""What an access counts for after each step."""
+"""The factor on the weight of an access per step."""
 
 # Of `access_probability`.
 _INTERCEPT, _LOG_AGE, _SHARE, _LOG_DISTANCE = -1.68, -0.58, 4.81, -0.10
@@ -177,7 +177,7 @@ class HeatTable:
     # -- what is known ----------------------------------------------------------------------------------------
 
     def access_probability(self, slots: Slots) -> Floats:
-        """How likely each block is to be read in its group's next step, in selective decoding.
+        """Return the probability that each block is read in its group's next step, in selective decoding.
 
             p = σ(−1.68 − 0.58 · ln(1 + age) + 4.81 · share − 0.10 · ln(1 + distance))
 
@@ -204,7 +204,7 @@ class HeatTable:
         return probability
 
     def accesses(self, slots: Slots) -> Floats:
-        """How often each block was read, an access counting for 0.9 per step of its group since; at most 10."""
+        """Return the number of reads per block, each weighted by 0.9 per step of its group since; at most 10."""
         age = self._group_step[self._groups_of(slots)] - self._own_step[slots]
         counts: Floats = self._accesses[slots] * _decay(age)
         return counts
@@ -218,17 +218,18 @@ class HeatTable:
         return self._last[slots]
 
     def order_of_sealing(self, slots: Slots) -> Slots:
-        """How many blocks had been added before each."""
+        """Return for each block the number of blocks that were added before it."""
         return self._sealed[slots]
 
     def protected(self, slots: Slots, steps: int) -> Mask:
-        """Which were read within the last `steps` steps, the current one being the first of them."""
+        """Return a mask of the blocks read within the last `steps` steps, the current one included."""
         return self.last_access(slots) > self.now - steps
 
     def idle(self, slots: Slots) -> Mask:
-        """Which belong to a request that seems to pause: no block of the group was sealed or read for 4 times as
-        long as it used to take, but no sooner than after 8 steps and no later than after 256. Up to 64 requests
-        may thus take turns.
+        """Return a mask of the blocks whose request seems to pause.
+
+        No block of the group was sealed or read for 4 times as long as it used to take, at least 8 and at most 256
+        steps. So up to 64 requests may take turns.
 
         On mixes of four requests that pause, `pinned` reaches .92 to .98 of Belady's hits by this rule and .60 to
         .86 with 64 steps. As few as 8 reach .94 to .99, but are too few once more than 8 requests take turns.
@@ -238,7 +239,7 @@ class HeatTable:
         return groups_idle[self._group[slots]]
 
     def warm(self, warmup_steps: int) -> bool:
-        """Whether so many steps have passed."""
+        """Return true once this many steps have passed."""
         return self.now >= warmup_steps
 
     # -- inside -----------------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ class Call(IntEnum):
 
 @dataclass(frozen=True)
 class Trace:
-    """What a heat table was told, in order. The same calls give the same groups and slots on any new table.
+    """The calls of a heat table, in order. The same calls give the same groups and slots on any new table.
 
     Args:
         calls: each with its arguments, int64.
@@ -52,12 +52,12 @@ class Trace:
 
     @property
     def steps(self) -> int:
-        """How many steps it takes."""
+        """The number of steps."""
         return sum(call is Call.TICK for call, _ in self.calls)
 
     @property
     def most_blocks(self) -> int:
-        """How many blocks live at a time, at most."""
+        """The largest number of blocks registered at a time."""
         changes = [
             1 if call is Call.ADD else -len(arguments)
             for call, arguments in self.calls
@@ -137,7 +137,7 @@ class RecordingTable(HeatTable):
 
 @dataclass(frozen=True)
 class Replay:
-    """What a policy did with a trace.
+    """The result of one policy on a trace.
 
     Args:
         policy: its name.
@@ -208,7 +208,7 @@ def replay(trace: Trace, policy_name: str, capacity: int, config: TieredCacheCon
 
 
 class _Tier:
-    """Which slots are in the tier. No more than `capacity` ever are."""
+    """The slots in the tier, never more than `capacity`."""
 
     def __init__(self, policy: EvictionPolicy, capacity: int, slots: int) -> None:
         self._policy = policy
@@ -235,7 +235,7 @@ class _Tier:
 
 
 class _Future:
-    """When each slot is read next: the index of the call, or `_NEVER`."""
+    """Return for each slot the index of the call that reads it next, or `_NEVER`."""
 
     def __init__(self, trace: Trace) -> None:
         self._next_read = np.full(trace.most_blocks, _NEVER)

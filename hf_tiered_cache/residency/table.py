@@ -1,4 +1,4 @@
-"""Where sealed blocks are: the copies of each, how they are read, and what is known of their use.
+"""The copies of each sealed block: registration, reads, and the record of their use.
 
     seal ──▶ staging ──write-back──▶ host ◀──▶ L1 ◀──▶ L2      demotion ──▶  ◀── promotion
                 │                      │        │       │
@@ -145,7 +145,7 @@ class ResidencyTable:
             self.heat.touch(slots)
 
     def access_probability(self, slots: Slots) -> Floats:
-        """How likely each block is to be read in the next step, float32."""
+        """Return the probability that each block is read in the next step, float32."""
         with self.changed:
             return self.heat.access_probability(slots)
 
@@ -270,13 +270,13 @@ class ResidencyTable:
             self.changed.notify_all()
 
     def room_will_come_locked(self, tier: Tier) -> bool:
-        """Whether copies leave the tier as soon as the reads that hold them have ended."""
+        """Return true if copies leave the tier as soon as the reads that pin them end."""
         return self._held_by_reads[tier.name] > 0
 
     # -- what goes wrong ------------------------------------------------------------------------------------------
 
     def ask(self, policy: EvictionPolicy, question: Callable[[EvictionPolicy], T]) -> T:
-        """What a policy answers; a question that fails is asked once more. May be called with the lock held, on a
+        """Ask a policy, and once more if that fails. May be called with the lock held, on a
         thread of the package's own.
 
         Args:
@@ -304,7 +304,7 @@ class ResidencyTable:
         self._failure = failure
 
     def take_failure(self) -> TierError | None:
-        """What was reported last and not told yet."""
+        """Take the error that was reported last and not raised yet."""
         failure, self._failure = self._failure, None
         return failure
 

@@ -1,4 +1,4 @@
-"""What the manager knows of one layer of one request."""
+"""The state of one layer of one request."""
 
 from __future__ import annotations
 

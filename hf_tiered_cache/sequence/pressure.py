@@ -1,4 +1,4 @@
-"""How large an automatic window is: it follows the accelerator's free memory.
+"""The size of an automatic window, which follows the accelerator's free memory.
 
     share of the memory that would be free if all windows were full
 
@@ -80,7 +80,7 @@ class WindowChange(NamedTuple):
 
 @dataclass(eq=False)
 class _DeviceView:
-    """What is known of one device.
+    """Measurements of one device.
 
     `claimable_bytes` is what windows could occupy if nothing were left free, in the last steps; it does not
     depend on what they do occupy. `largest_tokens` is the largest window for which there is memory, or the

@@ -162,8 +162,8 @@ class RequestTable:
             yield request
 
     def is_idle(self, request: Request) -> bool:
-        """Whether nobody reads what calls on this request returned: all threads that called have gone on to other
-        requests, or have ended. Ask with the request's lock held."""
+        """Return true if no thread still reads what its calls on this request returned: each has gone on to other
+        requests or has ended. Ask with the request's lock held."""
         mine = this_thread().reference
         for thread, last in list(self._last_used.items()):
             if thread() is None:
@@ -226,7 +226,7 @@ class RequestTable:
 
 
 def closed_error() -> CacheClosedError:
-    """What a call to a closed manager raises."""
+    """Return the error of a call to a closed manager."""
     return CacheClosedError("the cache is closed: make a new one")
 
 

@@ -37,7 +37,7 @@ def ring_tokens(window_tokens: int, block_tokens: int) -> int:
 
 @dataclass(frozen=True)
 class _Content:
-    """What a window holds, and where.
+    """The tokens in a window and their positions in its buffers.
 
     Args:
         geometry: of K and V.
@@ -106,7 +106,7 @@ class WindowBuffer:
 
     @property
     def device(self) -> torch.device:
-        """Where it lives."""
+        """The device of the buffers."""
         return self._engine.device
 
     @property
@@ -150,16 +150,16 @@ class WindowBuffer:
 
     @property
     def has_block_to_seal(self) -> bool:
-        """Whether a block can leave and a whole window stays."""
+        """True if a block can be sealed and a whole window remains."""
         return self.held_tokens > self._window_tokens + self._block_tokens
 
     @property
     def takes_block_back(self) -> bool:
-        """Whether the newest sealed block can come back, and the window is no larger than it should be."""
+        """Return true if the newest sealed block fits back into the window without exceeding its size."""
         return self.held_tokens + self._block_tokens <= self._window_tokens
 
     def fits(self, new_tokens: int) -> bool:
-        """Whether so many more tokens can be held without sealing."""
+        """Return true if this many more tokens fit without sealing."""
         return self.tokens + new_tokens <= self._sink_tokens + self._window_tokens + self._block_tokens
 
     def room(self) -> int:
@@ -322,7 +322,7 @@ class WindowBuffer:
         self.become(_Content.empty(self._engine, self.geometry, 0))
 
     def _slices_for(self, new_tokens: int) -> Iterator[slice]:
-        """Where `new_tokens` more tokens go, in order, as slices of the buffer."""
+        """Return the slices of the buffer that take `new_tokens` more tokens, in order."""
         to_sink = min(new_tokens, self._sink_tokens - self.sink_held)
         if to_sink:
             yield slice(self.sink_held, self.sink_held + to_sink)
@@ -342,7 +342,7 @@ class WindowBuffer:
             first, count = first + piece, count - piece
 
     def _block_at(self, start: int) -> slice:
-        """Where a block is that begins somewhere in the ring."""
+        """Return the slices of the ring that hold the block which begins at an offset."""
         first = self._sink_tokens + start
         return slice(first, first + self._block_tokens)
 

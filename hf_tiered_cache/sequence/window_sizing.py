@@ -14,7 +14,7 @@ from .pressure import MemoryProbe, WindowChange, WindowGovernor
 
 
 class WindowSizing:
-    """Which layers have windows on which device, for the governor of their size. Any thread may call.
+    """All windows of a manager by device, for the governor of their size. Any thread may call.
 
     Args:
         config: says whether the size is fixed.

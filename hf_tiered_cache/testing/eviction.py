@@ -1,4 +1,4 @@
-"""What every eviction policy does: a suite to subclass."""
+"""Contract suite of eviction policies, to subclass."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _settings = settings(deadline=None, suppress_health_check=[HealthCheck.differing
 
 
 class EvictionContract:
-    """What every policy does; see `EvictionPolicy` for the rules. Subclass it in a test module:
+    """The contract of an eviction policy; see `EvictionPolicy` for its rules. Subclass it in a test module:
 
     ```python
     class TestMyPolicy(EvictionContract):

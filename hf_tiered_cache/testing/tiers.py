@@ -1,4 +1,4 @@
-"""What every tier does: a suite to subclass."""
+"""Contract suite of tiers, to subclass."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def key(block_idx: int, layer_idx: int = 0, revision: int = 0, namespace: str = 
 
 
 class TierContract:
-    """What every tier does; see `Tier` for the rules. Subclass it in a test module:
+    """The contract of a tier; see `Tier` for its rules. Subclass it in a test module:
 
     ```python
     class TestMyTier(TierContract):

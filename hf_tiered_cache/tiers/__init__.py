@@ -1,4 +1,4 @@
-"""Where blocks are stored: host memory, local NVMe and bulk storage. Importing this package registers these tiers.
+"""Storage of blocks: host memory, local NVMe and bulk storage. Importing this package registers these tiers.
 
 Imports `core`. Begin with `base`, the contract of a tier.
 """

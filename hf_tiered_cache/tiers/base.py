@@ -62,8 +62,8 @@ class Tier(ABC):
     """
 
     needs_directory: ClassVar[bool] = True
-    """Whether it keeps files in a directory, which is made for it below `l1_path` or `l2_url` and removed with all
-    that is in it. Otherwise those settings need not be given, and `clear` is called at the end."""
+    """True if the tier keeps files in a directory, which is made for it below `l1_path` or `l2_url` and removed with
+    all that is in it. Otherwise those settings need not be given, and `clear` is called at the end."""
     known_options: ClassVar[tuple[str, ...]] = ()
     """The names that `l1_options` or `l2_options` may have for it."""
 
@@ -138,7 +138,7 @@ class Tier(ABC):
 
     @property
     def io_mode(self) -> str | None:
-        """How the tier reads just now, when there is a choice."""
+        """The way the tier reads now, when there is a choice."""
         return None
 
     def occupied_bytes(self, layout: BlockLayout) -> int:
@@ -146,7 +146,7 @@ class Tier(ABC):
         return layout.nbytes
 
     def has_room(self, occupied_bytes: int) -> bool:
-        """Whether that many bytes fit in right now."""
+        """Return true if this many bytes fit now."""
         return self.capacity_bytes is None or self._used_bytes + occupied_bytes <= self.capacity_bytes
 
     # -- to implement ---------------------------------------------------------------------------------------------
@@ -343,7 +343,7 @@ class Tier(ABC):
             self._used_bytes -= self._block_bytes.pop(key, 0)
 
     def _describe(self, doing: Doing, key: BlockKey, last: BlockKey | None = None) -> str:
-        """What is going on, for error messages."""
+        """Describe an operation for error messages."""
         blocks = f"block {key.block_idx}" if last is None else f"blocks {key.block_idx} to {last.block_idx}"
         where = "" if self._root is None else f" below {self._root}"
         return f"{self.name}: {doing} layer {key.layer_idx}, {blocks}{where}"

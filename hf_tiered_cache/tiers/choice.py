@@ -1,4 +1,4 @@
-"""Which tiers the settings ask for, checked before anything is opened."""
+"""The tiers that the settings ask for, checked before anything is opened."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class TierChoice:
 
 
 def choose_l1(config: TieredCacheConfig) -> TierChoice | None:
-    """What `l1_tier` and its settings ask for; `None` when L1 is turned off.
+    """Return the tier that `l1_tier` and its settings ask for; `None` when L1 is turned off.
 
     Raises:
         ConfigError: there is no such tier, or it refuses its settings.
@@ -55,7 +55,7 @@ def choose_l1(config: TieredCacheConfig) -> TierChoice | None:
 
 
 def choose_l2(config: TieredCacheConfig) -> TierChoice | None:
-    """What `l2_url`, `l2_tier` and its options ask for; `None` when there is no L2.
+    """Return the tier that `l2_url`, `l2_tier` and its options ask for; `None` when there is no L2.
 
     Raises:
         ConfigError: there is no such tier, it refuses its settings, or it needs a directory and there is none.
@@ -87,7 +87,7 @@ def _checked_class(
 
 @contextmanager
 def _refused(setting: str) -> Iterator[None]:
-    """What a tier says against a setting, whatever it raises, with the setting's name."""
+    """Turn whatever a tier raises about a setting into a `ConfigError` that names the setting."""
     try:
         yield
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""What tiers have begun: operations on their way, the second try, and what becomes of an error."""
+"""Operations of tiers that are under way: their results, the retry, and the translation of errors."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ class _NoAnswerError(Exception):
 
 
 def _is_full(error: Exception) -> bool:
-    """Whether a write failed because there is no space left; only what says so beyond doubt."""
+    """Return true if a write failed because there is certainly no space left."""
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno in (errno.ENOSPC, errno.EDQUOT)
     # tensorstore raises a ValueError with the system's words.
@@ -182,7 +182,7 @@ def caused_by(cause: BaseException, describe: str) -> TierError:
 
 @contextmanager
 def failures_as_tier_errors(describe: str) -> Iterator[None]:
-    """What a tier or a policy raises in here becomes a `TierError`, with it as the cause.
+    """Turn whatever a tier or a policy raises inside into a `TierError`, with it as the cause.
 
     Args:
         describe: what is going on, for the error message.

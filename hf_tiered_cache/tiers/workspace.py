@@ -34,7 +34,7 @@ _LOCK_TIMEOUT_SECONDS = 5.0
 
 
 def default_base() -> Path:
-    """Where private directories go when the user names no path: `$HF_TIERED_CACHE_DIR` or the system's temporary
+    """Return the default parent of private directories: `$HF_TIERED_CACHE_DIR`, or the system's temporary
     directory, one folder per user. Absolute, so that a later change of the working directory changes nothing.
 
     Raises:

@@ -138,7 +138,7 @@ class CudaCopyEngine(CopyEngine):
 
     @contextmanager
     def _on(self, stream: torch.cuda.Stream) -> Iterator[None]:
-        """What is done inside goes to a copy stream. Leaving `torch.cuda.stream` makes the device of the previous
+        """Enqueue everything inside on a copy stream. Leaving `torch.cuda.stream` makes the device of the previous
         stream current, the first one on most threads, and takes memory there; hence the device around it."""
         with torch.cuda.device(self.device), torch.cuda.stream(stream), torch.inference_mode(False):
             yield

@@ -1,4 +1,4 @@
-"""Which copy engine serves which device."""
+"""The choice of a copy engine for a device."""
 
 from __future__ import annotations
 

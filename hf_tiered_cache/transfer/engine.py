@@ -73,11 +73,11 @@ class CopyEngine(ABC):
     def _allocate(self, nbytes: int) -> torch.Tensor: ...
 
     def _copies_use(self, buffer: torch.Tensor) -> None:
-        """What is freed of this memory is not given to anybody before the copy streams have passed its end."""
+        """Keep this memory, once freed, from being reused before the copy streams have passed its end."""
 
     @property
     def wants_page_locks(self) -> bool:
-        """Whether copies from the host are asynchronous only if its memory is page-locked."""
+        """True if copies from the host are asynchronous only from page-locked memory."""
         return False
 
     @abstractmethod
@@ -131,7 +131,7 @@ class CopyEngine(ABC):
 
     @property
     def host_writes(self) -> bool:
-        """Whether the device's memory is the host's, so that storage may be read straight into it."""
+        """True if the device's memory is host memory, so that storage may be read straight into it."""
         return False
 
     @abstractmethod

@@ -49,7 +49,7 @@ class StagingPool:
 
     @property
     def awaited(self) -> bool:
-        """Whether anybody waits for a slot."""
+        """True if any thread waits for a slot."""
         return bool(self._waiting)
 
     def acquire(self, nbytes: int, check: Callable[[], None] = lambda: None) -> StagingSlot:

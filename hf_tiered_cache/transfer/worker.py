@@ -59,11 +59,11 @@ class Task(Generic[T]):
         self._end()
 
     def done(self) -> bool:
-        """Whether it has ended, in whatever way."""
+        """Return true once the task has ended, in whatever way."""
         return self._is_done
 
     def result(self) -> T:
-        """What the function returned. Blocks until it has ended.
+        """Return the result of the function. Blocks until it has ended.
 
         Raises:
             CancelledError: it never began.

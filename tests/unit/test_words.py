@@ -1,0 +1,79 @@
+"""One concept has one word, and docstrings say what something does, returns or is."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PYTHON = [path for top in ("hf_tiered_cache", "tests", "examples") for path in sorted((ROOT / top).rglob("*.py"))]
+TEXTS = [
+    *PYTHON,
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "notebooks").rglob("*.ipynb")),
+    ROOT / "README.md",
+]
+
+# Former words, and those that took their place.
+FORMER = {
+    r"\bSeats?\b|\b_?seats?\b|\bsits\b": "ReaderLease, ReaderPool",
+    r"\bBlockStream\b|\bblock_stream\b": "BlockReader",
+    r"\bLanes?\b|\b_?lanes?\b": "DevicePipeline",
+    r"\bPlaces\(|\bclass Places\b|\bat[ _]rest\b": "BlockLocations; idle",
+    r"\bDataPaths\b|\b_paths\b": "LayerOperations",
+    r"\bPlacement\b|\bcompact\(": "Scatter, packed_offsets",
+    r"\bclass Residency\b|[:(] ?Residency[,)]|\bResidency\.|\bResidentPool\b": "ResidencyTable, DevicePool",
+    r"\bRequestBook\b|\b_book\b": "RequestTable",
+    r"\bsank\b|\brose\b|\bblocks? sinks?\b": "demoted, promoted",
+}
+
+# Lines that use such a word for something else.
+ALLOWED = {
+    "head, lane = torch.arange(heads)": "an index into the data of a test",
+    "(2 * lane + 3) + 977 * row": "the same",
+    "# The topics of Python's language reference": "prose",
+}
+
+_QUESTIONS = re.compile(r"(Whether|How|What|Where|Which|When|Those|Whose)\b")
+
+
+@pytest.mark.parametrize("pattern", FORMER)
+def test_former_words_are_gone(pattern: str) -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path in TEXTS
+        if path != Path(__file__)
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if re.search(pattern, line) and not any(allowed in line for allowed in ALLOWED)
+    ]
+    assert not found, f"say {FORMER[pattern]}:\n" + "\n".join(found)
+
+
+def _docstrings(path: Path) -> list[str]:
+    """Docstrings, those of attributes included."""
+    return [
+        node.value.value.strip()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    ]
+
+
+def test_docstrings_are_not_questions() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}: {docstring[:80]}"
+        for path in PYTHON
+        if path.is_relative_to(ROOT / "hf_tiered_cache")
+        for docstring in _docstrings(path)
+        if _QUESTIONS.match(docstring)
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_every_exception_is_used() -> None:
+    text = "\n".join(path.read_text() for path in TEXTS if path != Path(__file__))
+    assert not [line for line in ALLOWED if line not in text]
