@@ -337,7 +337,7 @@ def comparison_table(expected: Answer, actual: Answer) -> Table:
 def tier_table(stats: CacheStats) -> Table:
     table = Table(title="Where the tokens are", title_justify="left")
     table.add_column("tier")
-    for heading in ("tokens", "blocks", "held", "capacity", "written", "read", "hits"):
+    for heading in ("tokens", "blocks", "used", "capacity", "written", "read", "served"):
         table.add_column(heading, justify="right")
     for name, tier in stats.tiers.items():
         capacity = "-" if tier.capacity_bytes is None else size(tier.capacity_bytes)
@@ -360,8 +360,8 @@ def transfer_summary(stats: CacheStats) -> str:
     if not lookups:
         return "Everything fitted into the window: no storage was used.\n"
     return (
-        "Tokens are per layer; blocks and bytes are over all layers; L0's traffic is with the host; a hit is a\n"
-        "block that attention wanted and this tier was the nearest to have.\n"
+        "Tokens are per layer; blocks and bytes are over all layers; L0's traffic is with the host; a block is\n"
+        "served by the nearest tier that has it when attention reads it.\n"
         f"Prefetch was ahead of {stats.prefetch_hits:,} of {lookups:,} block reads{rate}.\n"
         f"Waited for storage {stats.stall_seconds:.2f} s: {stats.read_stall_seconds:.2f} s to read, "
         f"{stats.write_stall_seconds:.2f} s to write. L1 was read in {stats.l1_io_mode} mode.\n"

@@ -62,8 +62,8 @@ class Tier(ABC):
     """
 
     needs_directory: ClassVar[bool] = True
-    """True if the tier keeps files in a directory, which is made for it below `l1_path` or `l2_url` and removed with
-    all that is in it. Otherwise those settings need not be given, and `clear` is called at the end."""
+    """True if the tier keeps files in a directory, which is made for it below `l1_path` or `l2_url` and removed
+    afterwards. Otherwise those settings need not be given, and `clear` is called at the end."""
     known_options: ClassVar[tuple[str, ...]] = ()
     """The names that `l1_options` or `l2_options` may have for it."""
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -444,3 +445,11 @@ def test_blocks_that_have_nowhere_to_go_are_an_error() -> None:
         with pytest.raises(TierFullError, match="Raise l1_capacity"):
             for _ in range(20):
                 manager.append("a", 0, *random_kv(16))
+
+
+@pytest.mark.parametrize(("old", "new"), [("bytes", "used_bytes"), ("hits", "blocks_served")])
+def test_former_names_in_stats_warn_and_answer(old: str, new: str) -> None:
+    with KVCacheManager(TieredCacheConfig()) as manager:
+        tier = replace(manager.stats().tiers["L1"], used_bytes=4096, blocks_served=7)
+    with pytest.warns(FutureWarning, match=new):
+        assert getattr(tier, old) == getattr(tier, new) > 0
