@@ -17,7 +17,7 @@ import torch
 
 from ..core.metrics import L0Account
 
-# Scores that the plain form holds at a time; queries beyond go through in pieces.
+# Scores that the plain kernel holds at a time; queries beyond go through in pieces.
 MATMUL_SCORE_ELEMENTS = 1 << 22
 # Keys and values that are converted at a time.
 CONVERTED_BYTES = 4 << 20

@@ -10,7 +10,7 @@ read during a computation is bounded by the buffers, here a quarter of a layer.
 `real attention`: the same, with the attention computed by the same processor that reads; the computation alone is
 sdpa over everything in memory, plus the sleeps. A machine with few cores cannot do both at once.
 
-`decode`: the streaming form against the gather form with sdpa, no sleeps. `prefill`: a random Llama reads a prompt
+`decode`: streaming against gathered attention with sdpa, no sleeps. `prefill`: a random Llama reads a prompt
 in one forward pass, streaming against stock sdpa with everything in memory.
 
 Ratios are medians of interleaved runs; the last line is JSON.
@@ -84,18 +84,18 @@ class _Decoder:
         self._query, self._key = self._states(1, _QUERY_HEADS), self._states(1)
 
     def stream(self, layer: int) -> None:
-        """Attention in the streaming form."""
+        """Run streaming attention."""
         self.manager.attend(_REQUEST, layer, self._query, self._key, self._key)
 
     def gather(self, layer: int) -> None:
-        """Attention in the gather form, by sdpa."""
+        """Run gathered attention, by sdpa."""
         keys, values = self.manager.update(_REQUEST, layer, self._key, self._key)
         scaled_dot_product_attention(
             self._query.view(1, _KV_HEADS, -1, _HEAD_DIM), keys, values
         )  # the heads of a group packed, as transformers does
 
     def simulate(self, layer: int, attention_seconds: float = 0.0) -> None:
-        """The reads of the streaming form, and an attention that takes its time without a processor."""
+        """The reads of streaming attention, and an attention that takes its time without a processor."""
         sleeping: Any = _SleepingAttention(attention_seconds / self._arguments.context)
         with (
             self.manager._using(_REQUEST) as request,
@@ -193,7 +193,7 @@ def _decode(arguments: argparse.Namespace) -> dict[str, Any]:
             streamed.step_seconds(streamed.stream) / gathered.step_seconds(gathered.gather)
             for _ in range(arguments.runs)
         ]
-    return _result(ratios, "gather form")
+    return _result(ratios, "gathered attention")
 
 
 def _prefill(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -120,7 +120,7 @@ class TieredCacheConfig:
             layer on the accelerator; one more buffer belongs to the layer that is computing.
         resident_capacity: bytes of accelerator memory (`int` or e.g. `"2GiB"`), per device, for older blocks that
             stay there beside the window.
-        stream_buffers: buffers through which old blocks stream to an attention that takes them part by part
+        stream_buffers: buffers through which old blocks stream to attention
             (`attn_implementation="tiered"`), at least 2: one is read while the others are being loaded.
         stream_buffer_size: bytes that each may reach (`int` or e.g. `"16MiB"`); at least one block fits in. Larger
             buffers hide more of the storage's time behind the computation between two attentions. They grow with

@@ -1,4 +1,4 @@
-"""The `"tiered"` attention of transformers: takes K and V from the tiers part by part, whatever the length.
+"""The `"tiered"` attention function for transformers: streams K and V from the tiers, whatever the length.
 
     model ──▶ tiered_mask: this pass will stream
           ──▶ cache.update(k, v) ──▶ k, v marked as PendingAttention

@@ -110,7 +110,7 @@ class TieredCache(DynamicCache):
         manager: KVCacheManager | None = None,
         **options: Any,
     ) -> TieredCache:
-        """A cache for a model whose attention takes old tokens part by part, where the model allows it.
+        """Make a cache for streaming attention, where the model allows it.
 
         Then accelerator memory does not depend on the length of the context: not even one layer of it is there as
         a whole. This calls `model.set_attn_implementation("tiered")`, which stays set; the model works with other

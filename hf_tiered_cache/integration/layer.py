@@ -21,7 +21,7 @@ _request_numbers = itertools.count()
 class CacheBinding:
     """State that the layers of a cache share: the manager, and the cache's request in it.
 
-    `streams` says that the update under way leaves old tokens to an attention that takes them part by part.
+    `streams` says that the update under way leaves old tokens to streaming attention.
 
     Args:
         manager: holds the tokens.

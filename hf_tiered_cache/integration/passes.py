@@ -58,7 +58,7 @@ class ForwardPass:
     Args:
         thread, thread_id: whose pass it is.
         forward: false for calls of `update` from outside a model, which may come in any order.
-        streams: the attention of this pass takes old tokens part by part.
+        streams: the attention of this pass streams old tokens.
         call: of `generate`, around the pass; only while it is not known which layers the model updates.
         states: what is to be seen of the recurrent states when the pass begins.
         before: tokens that each layer held when its update began.

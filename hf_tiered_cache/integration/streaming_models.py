@@ -1,4 +1,4 @@
-"""Models whose attention can take old keys and values part by part.
+"""Architectures whose attention can stream old keys and values.
 
 They pass on what the cache's `update` returned to the attention function as it is, which cannot be told from
 outside before a model has run. Each is run by the tests (tests/generation/test_streaming.py, test_more_models.py).

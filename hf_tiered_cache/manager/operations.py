@@ -2,7 +2,7 @@
 
 append   new tokens ─▶ window ─▶ seal ─▶ (staging ─▶ L1 ─▶ L2, in the background)
 gather   sealed blocks (prefetched) + window + new tokens ─▶ one buffer ─▶ attention
-attend   new tokens, window, sealed blocks (a few buffers) ─▶ attention, part by part
+attend   new tokens, window, sealed blocks (a few buffers) ─▶ attention, split by split
 fetch    some positions, from wherever they are ─▶ new tensors
 crop     drop tokens from the end; a block that is cut goes back to the window
 """
@@ -198,7 +198,7 @@ class LayerOperations:
         """
         if not layer.streamed:
             layer.streamed = True
-            self._resources.forget(layer)  # what is being loaded for the other form
+            self._resources.forget(layer)  # what is being loaded for gathered attention
         self.adapt(layer)
         new_tokens, tokens = key.shape[2], layer.tokens
         self._seal_surplus(layer)  # what storage refused before; there is no room otherwise
@@ -333,7 +333,7 @@ class LayerOperations:
         )
 
     def _streamed_after(self, request: Request, layer: LayerState) -> Iterator[LayerState]:
-        """The layers that come after one and are read part by part through the same buffers."""
+        """Return the layers after one that stream through the same buffers."""
         for layer_idx in request.order.following(layer.layer_idx, request.layers):
             following = request.layers.get(layer_idx)
             if following is not None and following.streamed and following.window.device == layer.window.device:

@@ -41,7 +41,7 @@ class LayerState:
 
     Each of window and table changes in one assignment. Whoever changes both holds `changing`, for those who
     count tokens from other threads, and sets `torn` meanwhile: an interrupt may strike in between, and then a
-    token may be in both or in neither. `streamed` says that attention takes it part by part, so that nobody
+    token may be in both or in neither. `streamed` says that attention streams it, so that nobody
     needs it whole; `growing`, that its window was made larger and takes the newest blocks back.
     """
 

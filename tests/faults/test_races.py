@@ -95,7 +95,7 @@ class TestStreaming:
 
     @staticmethod
     def matches(engine_factory: EngineFactory, generation: dict[str, Any], **options: Any) -> bool:
-        """Whether generation in the streaming form gives DynamicCache's tokens, and logits but for rounding."""
+        """Return true if streaming generation gives DynamicCache's tokens, and logits but for rounding."""
         model = tiny_llama()
         batch = 1 if "prompt_lookup_num_tokens" in generation else 2
         input_ids = prompt_ids(120, batch)

@@ -133,7 +133,7 @@ class RandomUse(RuleBasedStateMachine):
 
     @rule(number=any_number, count=token_counts)
     def streamed_forward(self, number: int, count: int) -> None:
-        """All layers in turn, part by part."""
+        """All layers in turn, piece by piece."""
         request = self.pick(number)
         for layer_id in range(LAYERS):
             new, total = self.new_tokens(request, layer_id, count)

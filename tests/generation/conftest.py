@@ -1,4 +1,4 @@
-"""What tests of the streaming form share."""
+"""Fixtures of the tests of streaming attention."""
 
 from __future__ import annotations
 

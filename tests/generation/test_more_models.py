@@ -1,4 +1,4 @@
-"""The streaming form against eager attention with `DynamicCache`: models that are not in the zoo, once each."""
+"""Streaming attention against eager attention with `DynamicCache`: models that are not in the zoo, once each."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def failing(module: nn.Module, after_calls: int = 0) -> Iterator[None]:
 
 
 def make(form: str, model: PreTrainedModel, **options: Any) -> TieredCache:
-    """A cache with small windows; the streaming form changes the model."""
+    """A cache with small windows; streaming attention changes the model."""
     settings = SMALL | options
     return (
         TieredCache.for_model(model, **settings)

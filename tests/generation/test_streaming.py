@@ -1,4 +1,4 @@
-"""The streaming form against eager attention with `DynamicCache`: every model that supports it, every decoding
+"""Streaming attention against eager attention with `DynamicCache`: every model that supports it, every decoding
 mode.
 
 Window 32, blocks of 16 tokens, two buffers of one to four blocks: a prompt of 100 tokens streams in several parts.

@@ -1,4 +1,4 @@
-"""R27: in the streaming form accelerator memory is planned, accounted, and does not grow with length."""
+"""R27: with streaming attention accelerator memory is planned, accounted, and does not grow with length."""
 
 from __future__ import annotations
 

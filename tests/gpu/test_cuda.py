@@ -107,7 +107,7 @@ def test_control_without_waits(tmp_path: Path) -> None:
 
 
 def _streaming_deviation(engine: type[CudaCopyEngine], tmp_path: Path, **generation: Any) -> float:
-    """How far logits in the streaming form are from those of sdpa with everything in memory; infinite when tokens
+    """The distance of streaming logits from those of sdpa with everything in memory; infinite when tokens
     differ."""
     model = copy.deepcopy(tiny_llama()).to("cuda")
     input_ids = prompt_ids(300, batch=2).cuda()

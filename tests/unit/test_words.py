@@ -28,6 +28,8 @@ FORMER = {
     r"\bclass Residency\b|[:(] ?Residency[,)]|\bResidency\.|\bResidentPool\b": "ResidencyTable, DevicePool",
     r"\bRequestBook\b|\b_book\b": "RequestTable",
     r"\bsank\b|\brose\b|\bblocks? sinks?\b": "demoted, promoted",
+    r"\bpart by part\b": "split by split, streaming",
+    r"\b(gather|streaming) form\b": "gathered attention, streaming attention",
 }
 
 # Lines that use such a word for something else.
