@@ -79,3 +79,13 @@ def test_docstrings_are_not_questions() -> None:
 def test_every_exception_is_used() -> None:
     text = "\n".join(path.read_text() for path in TEXTS if path != Path(__file__))
     assert not [line for line in ALLOWED if line not in text]
+
+
+@pytest.mark.parametrize(
+    "page", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda page: page.name
+)
+def test_links_lead_to_files(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#]+)", page.read_text())
+    paths = re.findall(r"`((?:hf_tiered_cache|tests|examples|docs)/[\w/.]+)`", page.read_text())
+    assert not [link for link in links if "://" not in link and not (page.parent / link).exists()]
+    assert not [path for path in paths if not (ROOT / path).exists()]
