@@ -18,7 +18,7 @@ def a_table(reads: list[list[int]]) -> HeatTable:
     """24 blocks of three groups, and a step per list of reads."""
     table = HeatTable()
     groups = [table.new_group() for _ in range(3)]
-    for slot in SLOTS:
+    for slot in SLOTS.tolist():
         table.add(groups[slot % 3], slot // 3)
     for slots in reads:
         table.tick()
