@@ -4,7 +4,7 @@
 from hf_tiered_cache import TieredCache
 
 with TieredCache(config=model.config) as cache:
-    model.generate(**inputs, past_key_values=cache)
+    model.generate(**inputs, cache=cache)  # before transformers 5.24: past_key_values=cache
 ```
 """
 
