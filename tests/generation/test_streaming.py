@@ -374,7 +374,7 @@ class TestMask:
         def forbidden(**arguments: Any) -> None:
             raise AssertionError("a dense mask")
 
-        monkeypatch.setattr("hf_tiered_cache.attention.sdpa_mask", forbidden)
+        monkeypatch.setattr("hf_tiered_cache.integration.attention.sdpa_mask", forbidden)
         forward = tiered_attention_forward
 
         def watching(module: Any, query: Any, key: Any, value: Any, mask: torch.Tensor | None, **rest: Any) -> Any:

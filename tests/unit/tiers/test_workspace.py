@@ -19,7 +19,7 @@ from ...fakes import random_kv
 _HOLD = """
 import os, sys
 from pathlib import Path
-from hf_tiered_cache.workspace import PrivateDirectory
+from hf_tiered_cache.tiers.workspace import PrivateDirectory
 directory = PrivateDirectory(Path(sys.argv[1]))
 (directory.path / "data").write_text("x")
 print(directory.path, flush=True)
