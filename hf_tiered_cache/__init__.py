@@ -8,27 +8,28 @@ with TieredCache(config=model.config) as cache:
 ```
 """
 
-from .attention.online import AttentionRule
-from .core.blocks import Bits, BlockKey, BlockLayout
-from .core.config import TieredCacheConfig
-from .core.errors import (
+from .attention import AttentionRule
+from .core import (
+    Bits,
+    BlockKey,
+    BlockLayout,
     CacheClosedError,
+    CacheStats,
     ConfigError,
     FingerprintMismatchError,
+    TieredCacheConfig,
     TieredCacheError,
     TierError,
     TierFullError,
     TierReadError,
+    TierStats,
     UnsupportedModelError,
     VerificationError,
 )
-from .core.metrics import CacheStats, TierStats
-from .integration.cache import TieredCache
-from .integration.plan import plan_streaming
-from .manager.manager import KVCacheManager
-from .planning.planner import StreamingL0
-from .residency.eviction import EvictionPolicy, Values, register_eviction
-from .residency.heat import HeatTable, Slots
+from .integration import TieredCache, plan_streaming
+from .manager import KVCacheManager
+from .planning import StreamingL0
+from .residency import EvictionPolicy, HeatTable, Slots, Values, register_eviction
 from .tiers import Tier, TierFuture, register_tier
 
 __version__ = "0.1.0"

@@ -3,9 +3,9 @@
 Imports `core`, `tiers` and `transfer`. Begin with `table`.
 """
 
-from .eviction import EvictionPolicy, register_eviction
-from .heat import HeatTable
+from .eviction import EvictionPolicy, Values, register_eviction
+from .heat import HeatTable, Slots
 from .mover import Mover
 from .writeback import WriteBack
 
-__all__ = ["EvictionPolicy", "HeatTable", "Mover", "WriteBack", "register_eviction"]
+__all__ = ["EvictionPolicy", "HeatTable", "Mover", "Slots", "Values", "WriteBack", "register_eviction"]

@@ -305,12 +305,12 @@ class Mover:
                     if upper.has_room(upper.occupied_bytes(block.layout)):
                         moves.append(Move(block, upper, upper.write(block.key, block.layout, part)))
         finally:
-            count = len(moves)
+            begun = len(moves)
             try:
                 self.finish(moves, leaving=None)
             finally:
                 self._give_back(blocks)
-        self._metrics.count(blocks_promoted=count)
+        self._metrics.count(blocks_promoted=begun)
 
     # -- both ---------------------------------------------------------------------------------------------------
 
