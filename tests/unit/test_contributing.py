@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,13 @@ from hf_tiered_cache import KVCacheManager, TieredCacheConfig
 from hf_tiered_cache.residency.eviction import EVICTIONS
 from hf_tiered_cache.tiers import TierRegistry
 
+from ..pages import code_blocks
+
 PAGE = Path(__file__).parents[2] / "CONTRIBUTING.md"
 
 
 def test_the_policy_and_the_tier_serve_a_manager() -> None:
-    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    blocks = code_blocks(PAGE, "python")
     assert len(blocks) == 2
     names: dict[str, Any] = {"__name__": "contributing"}
     try:

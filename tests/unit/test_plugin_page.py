@@ -12,17 +12,15 @@ import pytest
 from hf_tiered_cache.residency.eviction import EVICTIONS
 from hf_tiered_cache.tiers import TierRegistry
 
+from ..pages import code_blocks
+
 PAGE = Path(__file__).parents[2] / "docs" / "plugins.md"
-
-
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", PAGE.read_text(), re.DOTALL)
 
 
 def test_the_page_as_a_test_module(tmp_path: Path) -> None:
     """All of its code, in order; then pytest runs the suites."""
     module = tmp_path / "test_page.py"
-    module.write_text("\n\n".join(blocks("python")))
+    module.write_text("\n\n".join(code_blocks(PAGE, "python")))
     options = ["-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), "-c", "/dev/null"]
     package = Path(sys.modules["hf_tiered_cache"].__file__ or "").parents[1]
     result = subprocess.run(
@@ -41,7 +39,7 @@ def test_the_page_as_a_test_module(tmp_path: Path) -> None:
 
 
 def test_the_groups_of_entry_points() -> None:
-    (document,) = blocks("toml")
+    (document,) = code_blocks(PAGE, "toml")
     assert re.findall(r'entry-points\."(.*?)"', document) == [TierRegistry._group, EVICTIONS._group]
 
 
