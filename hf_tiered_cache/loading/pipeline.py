@@ -1,4 +1,4 @@
-"""Everything that one device needs to move blocks: engine, staging, and the buffers that attention reads."""
+"""Everything that one device needs to load blocks: the prefetch thread, staging, and the buffers of attention."""
 
 from __future__ import annotations
 
@@ -9,22 +9,15 @@ from dataclasses import dataclass
 
 import torch
 
-from ..core.blocks import Block, BlockLayout, as_bits
+from ..core.blocks import Block, as_bits
 from ..core.errors import CacheClosedError
-from ..core.locks import TimedLock
 from ..core.metrics import Metrics
 from ..residency.device_pool import DevicePool
 from ..residency.table import ResidencyTable
-from ..residency.writeback import WriteBack
-from ..sequence.layer_state import LayerState
-from ..sequence.window import WindowBuffer
 from ..transfer.engine import CopyEngine, Event
-from ..transfer.staging import SlotRing, StagingPool
+from ..transfer.staging import SLOTS_PER_RING, SlotRing
 from ..transfer.worker import AWAITED_NICENESS, AwaitedFirst, Task, Worker
 from .buffers import GatherBuffers
-
-# One more block can be packed while the one before is copied out; likewise for loading.
-SLOTS_PER_RING = 2
 
 
 @dataclass(frozen=True)
@@ -37,52 +30,38 @@ class Source:
 
 
 class DevicePipeline:
-    """The copy path of one device.
+    """The way of blocks from the tiers to one device.
 
-        compute stream: window ──pack──▶ pack slot        gather buffer ──▶ attention
-        copy-out:                        pack slot ──▶ staging slot ──▶ write-back
-        copy-in:                         loading slot ──▶ gather buffer
+        prefetch thread:  tier ──▶ staging slot
+        copy-in stream:            staging slot ──▶ buffer
+        compute stream:                             buffer ──▶ attention
 
-    Any number of threads may seal and wait; `loading` is the prefetch thread's alone.
+    Any number of threads may wait; only the prefetch thread uses `loading`.
 
     Args:
-        engine: of the device; closed with the pipeline.
-        residency: knows where blocks are.
-        write_back: takes the sealed blocks.
-        resident: blocks that stay on the device.
-        metrics: of the manager.
+        engine: copies to the device; closed with the pipeline.
+        residency: finds blocks in the tiers.
+        resident: blocks that stay on the device; closed with the pipeline.
+        metrics: counts bytes, blocks and stalls.
         prefetch_layers: buffers of a whole layer each, beside those that attention reads.
-        staging_blocks: host buffers for blocks on their way out.
     """
 
     def __init__(
         self,
         engine: CopyEngine,
         residency: ResidencyTable,
-        write_back: WriteBack,
         resident: DevicePool,
         metrics: Metrics,
         prefetch_layers: int,
-        staging_blocks: int,
     ) -> None:
         self.engine = engine
         self.worker = AwaitedFirst(Worker("prefetch", AWAITED_NICENESS, enter=engine.enter_thread))
         self.buffers = GatherBuffers(engine, metrics, ahead=prefetch_layers)
-        self._packing = TimedLock(metrics)
         self.resident = resident
         self._residency = residency
-        self._write_back = write_back
         self._metrics = metrics
-        self._staging = StagingPool(engine, staging_blocks, metrics)
         if engine.wants_page_locks:
             next(iter(residency.tiers.values())).lock_pages(engine.device)
-        self._pack = SlotRing(
-            SLOTS_PER_RING,
-            allocate=engine.allocate,
-            free=engine.free,
-            recycled=engine.recycled,
-            wait=engine.compute_waits,
-        )
         self.loading = SlotRing(
             SLOTS_PER_RING,
             allocate=engine.allocate_host,
@@ -90,48 +69,6 @@ class DevicePipeline:
             recycled=engine.recycled,
             wait=lambda event: event.wait(),
         )
-
-    def seal_oldest(self, layer: LayerState) -> None:
-        """Move the oldest block of a layer's window into its table and start its way to storage.
-
-        Blocks only while all staging slots are in use, which is counted as a stall.
-
-        Raises:
-            TierError: storage failed and no slot will come free; window and table are unchanged.
-        """
-        layout = layer.geometry.layout(layer.block_tokens)
-        with self._metrics.stall("write"):
-            slot = self._staging.acquire(layout.nbytes, check=self._write_back.retry)
-        try:
-            with self._packing:
-                event, resident = self._pack_and_copy(layer.window, layout, slot.buffer[: layout.nbytes])
-        except BaseException:  # out of memory, say
-            slot.pool.release(slot)
-            raise
-        with layer.changing:
-            layer.torn = True
-            block = layer.table.seal(layout)
-            self._write_back.add(block, slot, event)
-            layer.window.drop_oldest_block()
-            layer.torn = False
-        if resident is not None:
-            self.resident.enter(block, resident, ready=self.engine.record_compute())
-        self._metrics.count(blocks_sealed=1, L0_read=layout.nbytes)
-
-    def _pack_and_copy(
-        self, window: WindowBuffer, layout: BlockLayout, target: torch.Tensor
-    ) -> tuple[Event, torch.Tensor | None]:
-        """Copy the oldest block to the host, and on the device if it is to be resident there."""
-        with self._metrics.stall("write"):
-            packed = self._pack.next(layout.nbytes)
-        keys, values = layout.split(layout.over(packed, 1))
-        window_keys, window_values = window.oldest_block()
-        keys[0].copy_(window_keys)
-        values[0].copy_(window_values)
-        resident = self.resident.copy_of(packed)
-        event = self.engine.copy_out(packed, target, after=self.engine.record_compute())
-        self._pack.busy_until(event)
-        return event, resident
 
     def wait(self, tasks: Sequence[Task[Event | None]]) -> None:
         """Block until tasks of the worker are done, which is counted as a stall, and let the compute stream wait
@@ -220,7 +157,6 @@ class DevicePipeline:
         self.engine.close()
         self.buffers.close()
         self.resident.close()
-        self._pack.close()
         self.loading.close()
 
 

@@ -36,7 +36,7 @@ Following = Callable[[LayerState], Iterable[LayerState]]
 
 
 @dataclass(eq=False)
-class Part:
+class Split:
     """Consecutive sealed blocks in accelerator memory, valid until the next part is asked for. Then it loses keys
     and values, so that nobody keeps the memory of a buffer that grows.
 
@@ -129,7 +129,7 @@ class BlockReader:
         self._given_up: list[_Load] = []  # cancelled, and not ended yet
         self._settled = True
 
-    def read(self, layer: LayerState, following: Following) -> Iterator[Part]:
+    def read(self, layer: LayerState, following: Following) -> Iterator[Split]:
         """All sealed blocks of a layer, in order. Blocks while storage is behind, which is counted as a stall.
 
         Args:
@@ -146,7 +146,7 @@ class BlockReader:
             try:
                 self._look_ahead(load, following)
                 self._wait(load)
-                yield from self._parts(load)
+                yield from self._splits(load)
             except BaseException:
                 load.cancelled = True
                 raise
@@ -327,15 +327,15 @@ class BlockReader:
         assert load.task is not None
         self._pipeline.wait([load.task])
 
-    def _parts(self, load: _Load) -> Iterator[Part]:
+    def _splits(self, load: _Load) -> Iterator[Split]:
         """A load's blocks, split where the row map changes."""
         self._pipeline.engine.computes_with(load.storage)
         keys, values = load.layout.split(load.payload())
         for indices, run in load.layer.table.runs(range(load.first_block, load.end_block)):
             blocks = slice(indices[0] - load.first_block, indices[-1] + 1 - load.first_block)
-            part = Part(keys[blocks], values[blocks], run.row_map, indices[0])
-            yield part
-            del part.keys, part.values
+            split = Split(keys[blocks], values[blocks], run.row_map, indices[0])
+            yield split
+            del split.keys, split.values
 
     def _end(self, load: _Load) -> None:
         """Nothing enqueued from now on reads the load's buffer."""

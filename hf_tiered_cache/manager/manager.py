@@ -22,9 +22,12 @@ from ..sequence.pressure import MemoryProbe, probe_memory
 from ..sequence.requests import Request, RequestTable, closed_error, layers_of
 from ..sequence.window_sizing import WindowSizing
 from ..transfer.devices import make_engine
-from .operations import LayerOperations, as_positions
+from .lookahead import Lookahead
+from .operations import LayerOperations
+from .positions import as_positions
 from .report import snapshot
 from .resources import EngineFactory, Resources
+from .window_adaptation import WindowAdaptation
 
 
 class KVCacheManager:
@@ -65,7 +68,9 @@ class KVCacheManager:
         self._resources = Resources(self.config, engine_factory)
         self._request_table = RequestTable(self._resources.metrics)
         self._window_sizing = WindowSizing(self.config, memory_probe, self._resources.metrics)
-        self._operations = LayerOperations(self._resources, self._request_table, self._window_sizing)
+        self._windows = WindowAdaptation(self._resources, self._request_table, self._window_sizing)
+        self._lookahead = Lookahead(self._resources)
+        self._operations = LayerOperations(self._resources, self._window_sizing, self._windows, self._lookahead)
         self._closing = TimedLock(self._resources.metrics)
         self._finalizer = weakref.finalize(self, self._resources.close_elsewhere)
         self._finalizer.atexit = False
@@ -274,7 +279,7 @@ class KVCacheManager:
         with self._using(request_id) as request:
             layer = request.existing_layer(layer_id)
             wanted = as_positions(positions, layer.tokens)
-            self._operations.begin(request, layer_id)
+            self._windows.begin(request, layer_id)
             return self._operations.fetch(layer, wanted)
 
     def prefetch(
@@ -296,7 +301,7 @@ class KVCacheManager:
         with self._using(request_id) as request:
             longest = max((layer.tokens for layer in request.layers.values()), default=0)
             positions = None if predicted_positions is None else as_positions(predicted_positions, longest)
-            return self._operations.prefetch(request, positions)
+            return self._lookahead.prefetch(request, positions)
 
     def evict(self, request_id: Hashable) -> int:
         """Let a request leave the accelerator: seal every full block of its windows. Blocks on storage. Sink
@@ -309,7 +314,7 @@ class KVCacheManager:
             TierError: storage failed; what was not sealed is still in the window.
         """
         with self._using(request_id, adds_tokens=True) as request:
-            return sum(self._operations.evict(layer) for layer in request.layers.values())
+            return sum(self._windows.evict(layer) for layer in request.layers.values())
 
     def flush(self) -> None:
         """Wait until every sealed block is in a tier. Blocks.
@@ -391,5 +396,5 @@ class KVCacheManager:
             layer.check_intact()
             layer.check_fits(geometry, key.device)
             layer.window.follow()
-        self._operations.begin(request, layer_id)
+        self._windows.begin(request, layer_id)
         return layer

@@ -37,6 +37,7 @@ from ..tiers.io import failures_as_tier_errors
 from ..tiers.workspace import PrivateDirectory
 from ..transfer.engine import CopyEngine
 from ..transfer.worker import BACKGROUND_NICENESS, Worker
+from .sealing import Sealer
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +77,7 @@ class Resources:
         self._background = Worker("write-back", BACKGROUND_NICENESS)
         self._engines: dict[torch.device, CopyEngine] = {}
         self._pipelines: dict[torch.device, DevicePipeline] = {}
+        self._sealers: dict[torch.device, Sealer] = {}
         self._reader_pools: dict[torch.device, ReaderPool] = {}
         self._opening = TimedLock(self.metrics)
         self._directories: list[PrivateDirectory] = []
@@ -104,19 +106,37 @@ class Resources:
         return engine
 
     def pipeline(self, device: torch.device) -> DevicePipeline:
-        """The copy path of a device; opens the tiers the first time.
+        """Return the pipeline that loads blocks to a device; opens the tiers the first time.
 
         Raises:
             TierError: a private directory cannot be made.
         """
         pipeline = self._pipelines.get(device)
         if pipeline is None:
-            engine = self.engine(device)
-            with self._opening:
-                if device not in self._pipelines:
-                    self._pipelines[device] = self._open_pipeline(engine)
-                pipeline = self._pipelines[device]
+            self._open_device(device)
+            pipeline = self._pipelines[device]
         return pipeline
+
+    def sealer(self, device: torch.device) -> Sealer:
+        """Return the sealer of a device; opens the tiers the first time.
+
+        Raises:
+            TierError: a private directory cannot be made.
+        """
+        self.pipeline(device)
+        return self._sealers[device]
+
+    @property
+    def open_residency(self) -> ResidencyTable:
+        """The residency table, after the first seal."""
+        assert self.residency is not None, "there are sealed blocks, so the tiers are open"
+        return self.residency
+
+    @property
+    def open_prefetcher(self) -> Prefetcher:
+        """The prefetcher, after the first seal."""
+        assert self.prefetcher is not None, "there are sealed blocks, so the tiers are open"
+        return self.prefetcher
 
     @property
     def resident_blocks(self) -> int:
@@ -160,22 +180,21 @@ class Resources:
         for pool in list(self._reader_pools.values()):
             pool.forget(layer)
 
-    def _open_pipeline(self, engine: CopyEngine) -> DevicePipeline:
-        if self.write_back is None:
-            self.write_back = self._open_tiers()
-        assert self.residency is not None
-        config = self.config
-        policy = make_eviction_policy(config.eviction_policy, self.residency.heat, config)
-        resident = DevicePool(engine, self.residency, policy, self.metrics, config.resident_bytes)
-        return DevicePipeline(
-            engine,
-            self.residency,
-            self.write_back,
-            resident,
-            self.metrics,
-            prefetch_layers=config.prefetch_layers,
-            staging_blocks=config.staging_blocks,
-        )
+    def _open_device(self, device: torch.device) -> None:
+        engine = self.engine(device)
+        with self._opening:
+            if device in self._pipelines:
+                return
+            if self.write_back is None:
+                self.write_back = self._open_tiers()
+            assert self.residency is not None
+            config, metrics = self.config, self.metrics
+            policy = make_eviction_policy(config.eviction_policy, self.residency.heat, config)
+            resident = DevicePool(engine, self.residency, policy, metrics, config.resident_bytes)
+            self._sealers[device] = Sealer(engine, self.write_back, resident, metrics, config.staging_blocks)
+            self._pipelines[device] = DevicePipeline(
+                engine, self.residency, resident, metrics, config.prefetch_layers
+            )
 
     def _open_tiers(self) -> WriteBack:
         global _storage_pid
@@ -268,6 +287,8 @@ class Resources:
                 closing.callback(pool.close)
             for engine in self._engines.values():
                 closing.callback(engine.close)
+            for sealer in self._sealers.values():
+                closing.callback(sealer.close)
             for pipeline in self._pipelines.values():
                 closing.callback(pipeline.close)
 

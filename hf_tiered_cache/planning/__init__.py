@@ -1,6 +1,6 @@
 """The memory that a cache will need, computed before it exists.
 
-Imports `loading`, `sequence`, `attention` and `core` for their sizes. Begin with `planner`.
+Imports `sequence`, `transfer`, `attention` and `core` for their sizes. Begin with `planner`.
 """
 
 from .planner import LayerShapes, StreamingL0, plan_streaming

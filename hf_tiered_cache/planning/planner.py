@@ -11,8 +11,8 @@ from ..core.config import TieredCacheConfig, parse_count
 from ..core.errors import ConfigError
 from ..core.geometry import Geometry
 from ..core.metrics import format_bytes
-from ..loading.pipeline import SLOTS_PER_RING
 from ..sequence.window import ring_tokens
+from ..transfer.staging import SLOTS_PER_RING
 
 
 @dataclass(frozen=True)

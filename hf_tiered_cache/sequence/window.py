@@ -188,7 +188,7 @@ class WindowBuffer:
             self._reallocate(self._memory_tokens)
         return self._slice(slice(0, self.tokens))
 
-    def parts(self, sealed_tokens: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
+    def splits(self, sealed_tokens: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
         """All tokens as slices K, V `[B, H, T, D]`, each with the position of its first token in a sequence that
         has so many sealed tokens between sink and ring."""
         if not sealed_tokens:

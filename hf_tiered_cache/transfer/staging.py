@@ -13,6 +13,9 @@ from ..core.locks import ThreadReference, TimedCondition, this_thread
 from ..core.metrics import Metrics
 from .engine import CopyEngine, Event
 
+# One more block can be packed while the one before is copied out; likewise for loading.
+SLOTS_PER_RING = 2
+
 
 @dataclass(eq=False)
 class StagingSlot:

@@ -17,7 +17,7 @@ from transformers import DynamicCache
 
 from hf_tiered_cache import KVCacheManager, TieredCache, TieredCacheConfig
 from hf_tiered_cache.loading.buffers import GatherBuffers, LoadBuffer
-from hf_tiered_cache.loading.reader import BlockReader, Part
+from hf_tiered_cache.loading.reader import BlockReader, Split
 from hf_tiered_cache.manager.resources import EngineFactory
 from hf_tiered_cache.transfer.engine import Event
 from hf_tiered_cache.transfer.staging import SlotRing
@@ -155,11 +155,11 @@ class TestStreaming:
     def test_control_buffer_released_before_attention_has_read_it(
         self, engine: EngineFactory, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        original = BlockReader._parts
+        original = BlockReader._splits
 
-        def parts(stream: BlockReader, load: Any) -> Iterator[Part]:
+        def splits(stream: BlockReader, load: Any) -> Iterator[Split]:
             stream._pipeline.engine.recycled(load.buffer.storage)  # as the end of the load does
             yield from original(stream, load)
 
-        monkeypatch.setattr(BlockReader, "_parts", parts)
+        monkeypatch.setattr(BlockReader, "_splits", splits)
         assert not self.matches(engine, {})

@@ -127,7 +127,7 @@ class Model:
         assert out_keys[:, :, sink:held].isnan().all(), "wrote where blocks belong"
         picked = torch.arange(-sink, window.held_tokens).flip(0)
         assert torch.equal(window.select_tokens(picked)[0], self.keys.flip(2))
-        for keys, values, start in window.parts(len(self.sealed) * BLOCK):
+        for keys, values, start in window.splits(len(self.sealed) * BLOCK):
             place = slice(start, start + keys.shape[2])
             assert torch.equal(keys, out_keys[:, :, place]) and torch.equal(values, out_values[:, :, place])
             out_keys[:, :, place] = torch.nan
