@@ -2,3 +2,9 @@
 
 Imports `core`, `transfer`, `residency` and `sequence`. Begin with `pipeline`.
 """
+
+from .pipeline import DevicePipeline
+from .prefetch import Prefetcher
+from .reader_pool import ReaderLease, ReaderPool
+
+__all__ = ["DevicePipeline", "Prefetcher", "ReaderLease", "ReaderPool"]

@@ -15,8 +15,9 @@ from ..transfer.engine import CopyEngine, Event
 
 @dataclass(eq=False)
 class LoadBuffer:
-    """K and V of one whole layer `[B, H, capacity, D]`, or a few blocks as they are stored. It may be overwritten
-    after `released`, an event of the compute stream that read it last."""
+    """Memory for K and V of one whole layer `[B, H, capacity, D]`, or for a few blocks as they are stored.
+
+    It may be overwritten after `released`, an event of the compute stream that read it last."""
 
     engine: CopyEngine
     storage: torch.Tensor
@@ -28,34 +29,34 @@ class LoadBuffer:
         return cls(engine, engine.allocate(0), engine.record_compute())
 
     def reallocate(self, nbytes: int) -> None:
-        """Take other memory, losing the content."""
+        """Replace the memory; the content is lost."""
         self.engine.free(self.storage)
         self.storage = self.engine.allocate(0)
         self.storage = self.engine.allocate(nbytes)
-        # The allocator may have given memory that the compute stream is not done with.
+        # The allocator may return memory that the compute stream still uses.
         self.released = self.engine.record_compute()
 
     def fit(self, geometry: Geometry, tokens: int) -> int:
-        """Have room for `tokens` of a layer, losing the content. Returns the tokens there is room for."""
+        """Make room for `tokens` of a layer, and return the tokens that fit. The content is lost if it grows."""
         if self.storage.numel() < geometry.nbytes(tokens):
-            # A sequence grows by one token at a time; not so its buffers.
+            # A sequence grows token by token; its buffers grow in larger steps.
             self.reallocate(geometry.nbytes(tokens + tokens // 8))
         return max(tokens, geometry.tokens_in(self.storage.numel()))
 
 
 @dataclass(eq=False)
 class _Reader:
-    """A thread whose attention reads a buffer, or is about to; `compute` is the stream that it computes on."""
+    """A thread whose attention reads a buffer, or is about to, on the compute stream `compute`."""
 
     compute: Any = None
     buffer: LoadBuffer | None = None
 
 
 class GatherBuffers:
-    """The buffers of one device that hold whole layers: one for each thread whose attention reads, and a few for
-    loads that look ahead. Made when they are needed; those of threads that have ended are used again.
+    """The buffers of one device for gathered attention: one for each thread whose attention reads, and a few for
+    loads ahead of time. Allocated on demand; buffers of ended threads are reused.
 
-    All methods may be called from any thread; none blocks.
+    Any thread may call; no method blocks.
 
     Args:
         engine: of the device.
@@ -72,7 +73,7 @@ class GatherBuffers:
         self._readers: dict[ThreadReference, _Reader] = {}
 
     def enter(self) -> None:
-        """Release the buffer that the calling thread's attention has read; it will read another."""
+        """Release the buffer that the calling thread's attention read last, before it reads another."""
         with self._lock:
             reader = self._readers.setdefault(this_thread().reference, _Reader())
             buffer, reader.buffer = reader.buffer, None
@@ -81,21 +82,21 @@ class GatherBuffers:
             self.give_back(buffer, read_on)
 
     def use(self, buffer: LoadBuffer) -> None:
-        """The calling thread's attention is about to read this buffer, until its next `enter` or `leave`."""
+        """Let the calling thread's attention read this buffer until its next `enter` or `leave`."""
         reader = self._readers[this_thread().reference]
         assert reader.buffer is None
         self._engine.computes_with(buffer.storage)
         reader.buffer = buffer
 
     def leave(self) -> None:
-        """The attention of the calling thread that read a buffer has been enqueued: it may be overwritten then."""
+        """Release the calling thread's buffer: the attention that reads it is enqueued."""
         with self._lock:
             reader = self._readers.pop(this_thread().reference, None)
         if reader is not None and reader.buffer is not None:
             self.give_back(reader.buffer, reader.compute)
 
     def take(self, beyond: bool = False) -> LoadBuffer | None:
-        """A buffer to load into; `None` when as many as there should be are taken, unless `beyond` that."""
+        """Take a buffer to load into; `None` when all are taken. With `beyond`, allocate one more instead."""
         self.leave_for_ended_threads()
         with self._lock:
             if self._free:
@@ -106,14 +107,14 @@ class GatherBuffers:
         return LoadBuffer.empty(self._engine)
 
     def give_back(self, buffer: LoadBuffer, compute: Any = None) -> None:
-        """Nothing that is enqueued from now on reads this buffer; what has read it was enqueued on `compute`, or
-        on the calling thread's stream (`None`)."""
+        """Release a buffer that no kernel enqueued from now on reads. Those that read it were enqueued on
+        `compute`, or on the calling thread's stream (`None`)."""
         self._engine.recycled(buffer.storage)
         buffer.released = self._engine.record_compute(compute)
         self.put_back(buffer)
 
     def put_back(self, buffer: LoadBuffer) -> None:
-        """Nobody has read this buffer since it was taken."""
+        """Return a buffer that was not read since it was taken."""
         with self._lock:
             surplus = self._made > self._should_be
             self._made -= surplus
@@ -123,7 +124,7 @@ class GatherBuffers:
             self._engine.free(buffer.storage)
 
     def close(self) -> None:
-        """Give the memory up. Nothing is being loaded, and nobody attends."""
+        """Free the memory. No load and no attention may be under way."""
         with self._lock:
             readers, self._readers = list(self._readers.values()), {}
         for reader in readers:
@@ -138,7 +139,7 @@ class GatherBuffers:
         return self._ahead + max(1, len(self._readers))
 
     def leave_for_ended_threads(self) -> None:
-        """Release the buffers that ended threads have read."""
+        """Release the buffers of ended threads."""
         with self._lock:
             ended = [reference for reference in self._readers if reference() is None]
             readers = [self._readers.pop(reference) for reference in ended]

@@ -22,8 +22,8 @@ from .buffers import GatherBuffers
 
 @dataclass(frozen=True)
 class Source:
-    """A block's bytes, flat uint8, where the copy engine can read them: on the device from `ready` on, or on the
-    host (`None`)."""
+    """A block's bytes, flat uint8, where the copy engine can read them: on the device, after the event `ready`, or
+    on the host (`None`)."""
 
     data: torch.Tensor
     ready: Event | None = None
@@ -71,8 +71,8 @@ class DevicePipeline:
         )
 
     def wait(self, tasks: Sequence[Task[Event | None]]) -> None:
-        """Block until tasks of the worker are done, which is counted as a stall, and let the compute stream wait
-        for the copies that they began.
+        """Block until tasks of the worker are done, and let the compute stream wait for the copies that they
+        began. Counts as a read stall.
 
         Raises:
             TierReadError: a block could not be read.
@@ -89,13 +89,15 @@ class DevicePipeline:
         except CancelledError as error:
             raise CacheClosedError("the cache was closed while its blocks were being loaded") from error
         finally:
-            # An error holds this frame, and the task the error: no cycle, which would keep the task's buffer.
+            # The error references this frame, and the task the error. Break the cycle, which would keep the
+            # buffer.
             del task, tasks
 
     @contextmanager
     def sources(self, blocks: Sequence[Block]) -> Iterator[list[tuple[slice, Source | None]]]:
-        """Consecutive blocks in pieces: each that a copy to the device can read where it is by itself, and runs of
-        others, which must be read. On the prefetch thread; waits in the end for copies from host memory."""
+        """Split consecutive blocks into pieces: single blocks that the copy engine can read in place, with their
+        source, and runs of blocks that must be read from a tier. For the prefetch thread. The context ends when
+        copies from host memory have ended."""
         nothing: list[torch.Tensor | None] = [None] * len(blocks)
         host = nullcontext(nothing) if self.engine.host_writes else self._residency.in_memory(blocks)
         with self.resident.copies(blocks) as resident, host as hosted:
@@ -119,9 +121,8 @@ class DevicePipeline:
                 self.count_loaded(from_host)
 
     def stage(self, blocks: Sequence[Block]) -> torch.Tensor:
-        """Read blocks of one layout into the loading slot whose turn it is, and consider to keep them on the
-        device. Blocks; on the prefetch thread. The caller copies the slot, and tells `loading` until when it is
-        busy.
+        """Read blocks of one layout into the next loading slot, and offer them to the resident blocks. For the
+        prefetch thread; blocks. The caller copies the slot, and tells `loading` until when it is busy.
 
         Returns:
             The blocks as they are stored, flat uint8.
@@ -142,17 +143,18 @@ class DevicePipeline:
         return staged
 
     def count_loaded(self, blocks: Sequence[Block]) -> None:
-        """These blocks come from the host."""
+        """Count blocks that were loaded from the host."""
         self._metrics.count(L0_written=sum(block.layout.nbytes for block in blocks), blocks_loaded=len(blocks))
 
     def keep(self, block: Block, source: Source) -> None:
-        """Consider to keep on the device a block that is being copied there. On the prefetch thread, within the
-        context of its source."""
+        """Offer a block that is being copied to the device to the resident blocks. For the prefetch thread, inside
+        the context of its source."""
         if source.ready is None:
             self.resident.keep([block], block.layout.over(source.data, 1))
 
     def close(self) -> None:
-        """End the threads. Blocks until copies that run have finished. May be called twice."""
+        """End the threads, and free the buffers. Blocks until running copies have finished. May be called
+        twice."""
         self.worker.close()
         self.engine.close()
         self.buffers.close()

@@ -25,24 +25,22 @@ from ..transfer.engine import Event
 from ..transfer.worker import Task
 from .buffers import LoadBuffer
 from .pipeline import DevicePipeline
+from .precedence import Precedence
 from .scatter import Scatter, ScatterRun, packed_offsets, split_runs
 
 logger = logging.getLogger(__name__)
 
 # Reads of this size keep a drive busy; smaller blocks are read several at a time.
 _READ_BYTES = 8 << 20
-# A request is idle when so many layers of others were updated since one of its own was.
-_IDLE_UPDATES = 8
-_REMEMBERED_REQUESTS = 256
 
 
 @dataclass(eq=False)
 class Load:
     """Sealed blocks of one layer on their way into a buffer.
 
-    The buffer may be written from `after` on. `loaded` has the blocks by their index in the table, `referenced`
-    all that were asked for, which are referenced until the load ends. `keys` and `values` are
-    `[B, H, capacity, D]`.
+    The buffer may be written after the event `after`. `loaded` maps indices in the table to blocks; `referenced`
+    lists every block that was requested, each referenced until the load ends. `keys` and `values`
+    are `[B, H, capacity, D]`.
     """
 
     layer: LayerState
@@ -61,12 +59,12 @@ class Load:
 
 
 class Prefetcher:
-    """Owns the loads of all layers. A load that is not in `_loads` any more belongs to the thread that took it.
+    """Owns the loads of all layers. A load that was taken out of `_loads` belongs to the thread that took it.
 
-    Every method may be called from any thread; those that take a layer, by the one that works on its request.
+    Any thread may call. A method that takes a layer needs the lock of the layer's request.
 
     Args:
-        residency: where blocks are read.
+        residency: reads blocks.
         metrics: counts hits, misses, stalls and waits.
     """
 
@@ -75,21 +73,21 @@ class Prefetcher:
         self._metrics = metrics
         self._lock = TimedLock(metrics)
         self._loads: dict[LayerState, Load] = {}
-        self._updates = 0
-        self._last_update: dict[str, int] = {}
+        self._precedence = Precedence()
 
     def start(
         self, layer: LayerState, pipeline: DevicePipeline, owner: str, block_indices: Sequence[int], tokens: int
     ) -> bool:
-        """Begin to load blocks of a layer ahead of time, unless a load of it is under way or there is no buffer.
+        """Begin to load blocks of a layer ahead of time, unless it is being loaded or there is no buffer. Return
+        true if a load began.
 
-        Loads of requests that have more of them, or that are not being used, give way.
+        A load of an idle request, or of one with more loads, may give up its buffer; see `Precedence`.
 
         Args:
             layer, pipeline: the layer, and the pipeline of its device.
             owner: the request.
             block_indices: ascending.
-            tokens: room that the buffer should have; more is made when it turns out to be needed.
+            tokens: room of the buffer, which grows if more is needed.
         """
         if layer in self._loads or not block_indices:
             return False
@@ -112,18 +110,14 @@ class Prefetcher:
         return layer in self._loads
 
     def begin(self, layer: LayerState, pipeline: DevicePipeline, owner: str, tokens: int) -> Load:
-        """Make sure that all sealed blocks of a layer are being loaded; the caller passes the load to `finish`.
+        """Make sure that all sealed blocks of a layer are being loaded. The caller passes the load to `finish`.
 
-        What was started before counts as prefetched. If every buffer is taken by loads for other layers, one
-        of them gives way.
+        Blocks whose load began earlier count as prefetch hits. If loads for other layers take every buffer, one of
+        them is cancelled.
         """
         pipeline.buffers.enter()
         with self._lock:
-            self._updates += 1
-            self._last_update.pop(owner, None)
-            self._last_update[owner] = self._updates
-            if len(self._last_update) > _REMEMBERED_REQUESTS:
-                del self._last_update[next(iter(self._last_update))]  # the one that is idle for longest
+            self._precedence.note_update(owner)
         blocks = layer.table.blocks
         load = self._take(layer)
         if load is not None and load.capacity_tokens < layer.sink_tokens + layer.sealed_tokens:
@@ -145,14 +139,14 @@ class Prefetcher:
 
     def finish(self, load: Load, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Let the compute stream wait for the load, and return K and V `[B, H, tokens, D]`, which attention may
-        read from now on. What the load did not fill is undefined.
+        read from now on. Positions that the load did not fill are undefined.
 
         Raises:
             TierReadError: a block could not be read.
         """
         try:
             load.pipeline.wait(load.tasks)
-            # No copy has waited for it if there was none.
+            # Without blocks there was no copy that waited for it.
             load.pipeline.engine.compute_waits(load.after)
             if load.capacity_tokens < tokens:
                 self._grow(load, tokens)
@@ -167,7 +161,7 @@ class Prefetcher:
     def blocks(
         self, layer: LayerState, pipeline: DevicePipeline, block_indices: Sequence[int]
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]]]:
-        """Some blocks of a layer, from a load if one has them, else read now. Blocks.
+        """Provide some blocks of a layer, from a load that has them, else read now. Blocks.
 
         Yields:
             K and V `[B, H, capacity, D]`, valid inside the context, and a function from token offsets into the
@@ -194,7 +188,7 @@ class Prefetcher:
             yield keys, values, lambda offsets: packed_offsets(offsets, block_indices, layer.block_tokens)
 
     def discard(self, layer: LayerState) -> None:
-        """Forget the load of a layer, if there is one: its rows are changing or it goes away."""
+        """Cancel the load of a layer, if there is one: its rows change, or it is about to be dropped."""
         with self._lock:
             load = self._loads.pop(layer, None)
         if load is not None:
@@ -204,8 +198,8 @@ class Prefetcher:
     def apart(
         self, layer: LayerState, pipeline: DevicePipeline, block_indices: Sequence[int]
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Some blocks of a layer side by side, K and V `[B, H, tokens, D]`, read into a buffer of their own that
-        lives as long as the context. Blocks. Other loads are left alone.
+        """Read some blocks of a layer, packed as K and V `[B, H, tokens, D]`, into a separate buffer that exists
+        inside the context. Blocks. Does not affect other loads.
 
         Raises:
             TierReadError: a block could not be read.
@@ -224,7 +218,7 @@ class Prefetcher:
             load.tasks.clear()  # as in `_retire`
 
     def _take(self, layer: LayerState) -> Load | None:
-        """The load of a layer that was started ahead of time, unless rows have changed since."""
+        """Take the load of a layer that was started ahead of time, unless rows have changed since."""
         with self._lock:
             load = self._loads.pop(layer, None)
         if load is not None and load.rows_version != layer.table.rows_version:
@@ -233,7 +227,7 @@ class Prefetcher:
         return load
 
     def _some_buffer(self, pipeline: DevicePipeline, owner: str) -> LoadBuffer:
-        """A buffer for what attention waits for: it may cost anybody a load that looks ahead."""
+        """Take a buffer for a load that attention waits for; any load ahead of time may be cancelled for it."""
         buffer = pipeline.buffers.take() or self._take_over(
             pipeline, self._rival(pipeline, owner, at_any_cost=True)
         )
@@ -245,7 +239,7 @@ class Prefetcher:
     def _load_into(
         self, buffer: LoadBuffer, layer: LayerState, pipeline: DevicePipeline, owner: str, tokens: int
     ) -> Load:
-        """A load without tasks.
+        """Make a load without tasks.
 
         Raises:
             torch.OutOfMemoryError: the buffer cannot be made large enough.
@@ -256,7 +250,7 @@ class Prefetcher:
         return Load(layer, pipeline, owner, buffer, buffer.released, capacity_tokens, version, keys, values)
 
     def _grow(self, load: Load, tokens: int) -> None:
-        """Move what was loaded to a larger buffer: more tokens came at once than were expected."""
+        """Move the loaded tokens to a larger buffer, when more new tokens came than expected."""
         filled = slice(0, load.layer.sink_tokens + load.layer.sealed_tokens)
         old_keys, old_values = load.keys, load.values
         old_storage, load.buffer.storage = load.buffer.storage, load.pipeline.engine.allocate(0)
@@ -288,11 +282,11 @@ class Prefetcher:
         load.referenced += blocks.values()
         load.loaded.update(blocks)
         runs = list(split_runs(load.layer, block_indices, starts))
-        # Even without blocks: attention must wait for what a cancelled load still writes into this buffer.
+        # Even without blocks: a cancelled load may still be writing to this buffer, and attention must wait.
         load.tasks.append(load.pipeline.worker.submit(lambda: self._run(load, runs), awaited))
 
     def _run(self, load: Load, runs: Sequence[ScatterRun]) -> Event | None:
-        """On the prefetch thread: read from the tiers and hand to the copy engine, piece by piece."""
+        """Read blocks from the tiers and pass them to the copy engine, piece by piece. For the prefetch thread."""
         pipeline = load.pipeline
         for run in runs:
             layout = run.blocks[0].layout
@@ -312,13 +306,13 @@ class Prefetcher:
                         else:
                             staged = layout.over(pipeline.stage(blocks[piece]), piece.stop - piece.start)
                             pipeline.loading.busy_until(pipeline.engine.copy_in(staged, scatter, load.after))
-        # Not only of this load's copies: one that was cancelled may still be writing to the same buffer.
+        # The event covers more than this load: a cancelled one may still be writing to the same buffer.
         return pipeline.engine.record_copy_in()
 
     def cancel(self, load: Load) -> None:
-        """Nobody will `finish` this load."""
+        """Cancel a load, instead of `finish`."""
         self._retire(load)
-        # The prefetch thread does one thing at a time: what it still does here precedes the buffer's next load.
+        # The prefetch thread runs one load at a time: it leaves this one before it fills the buffer again.
         load.pipeline.buffers.put_back(load.buffer)
 
     def _retire(self, load: Load) -> None:
@@ -326,12 +320,12 @@ class Prefetcher:
         if load.tasks:
             referenced, release = load.referenced, self._residency.release
             load.tasks[-1].add_done_callback(lambda: release(referenced))
-        # Neither does the callback hold the load, nor the load a task, or the error in it: a cycle would keep the
-        # buffer until the garbage collector runs.
+        # The callback does not reference the load, nor the load a task (or the error in it): a cycle would keep
+        # the buffer's memory until the garbage collector runs.
         load.tasks.clear()
 
     def _take_over(self, pipeline: DevicePipeline, rival: LayerState | None) -> LoadBuffer | None:
-        """The buffer of a load that gives way."""
+        """Cancel the load of a layer and return its buffer, if there still is one."""
         with self._lock:
             load = self._loads.pop(rival, None) if rival is not None else None
         if load is None:
@@ -340,18 +334,7 @@ class Prefetcher:
         return load.buffer
 
     def _rival(self, pipeline: DevicePipeline, owner: str, at_any_cost: bool = False) -> LayerState | None:
-        """The layer whose load gives way to one of `owner`: the last that was begun, of a request that is idle, or
-        else of the one with most loads ahead, if that is fair."""
+        """The layer whose load gives way to a load of `owner`, if any; see `Precedence`."""
         with self._lock:
-            ahead: dict[str, list[LayerState]] = {owner: []}
-            for layer, load in self._loads.items():
-                if load.pipeline is pipeline:
-                    ahead.setdefault(load.owner, []).append(layer)
-            own = ahead.pop(owner)
-            for other, layers in ahead.items():
-                if self._updates - self._last_update.get(other, 0) > _IDLE_UPDATES:
-                    return layers[-1]
-            richest = max(ahead.values(), key=len, default=[])
-            if len(richest) > len(own) + 1 or (at_any_cost and richest):
-                return richest[-1]
-            return own[-1] if at_any_cost and own else None
+            loads = [(load.owner, layer) for layer, load in self._loads.items() if load.pipeline is pipeline]
+            return self._precedence.rival(loads, owner, at_any_cost)

@@ -18,8 +18,8 @@ from .reader import BlockReader
 class ReaderLease:
     """The buffers and scratch memory of one attention.
 
-    `reader` opens when the first block is streamed. `owner` is the request that used the lease last, up to `left`,
-    an event of its compute stream.
+    `reader` is opened when the first block is streamed. `owner` is the request that used the lease last, up to
+    `left`, an event of its compute stream.
     """
 
     account: L0Account
@@ -29,10 +29,10 @@ class ReaderLease:
 
 
 class ReaderPool:
-    """The leases of one device: as many as run attention at a time, up to a limit, granted first in, first out.
+    """The leases of one device: one for each attention that runs at a time, up to a limit, granted in FIFO order.
 
-    A request gets the lease that it had before, whose buffers hold what was loaded for it. With another request's
-    lease it loads again, so an idle lease or a new one is granted before anyone waits. Any thread may call.
+    A request gets its former lease if that is idle, since its buffers hold blocks loaded for it. Otherwise it gets
+    the lease that is idle for longest, or a new one, and loads again. Any thread may call.
 
     Args:
         engine: of the device.
@@ -78,14 +78,15 @@ class ReaderPool:
             self._give_back(lease)
 
     def forget(self, layer: LayerState) -> None:
-        """Drop the loads of a layer that goes away. A lease that passes to another request drops them as well."""
+        """Cancel the loads of a layer that is about to be dropped, in idle leases. (A lease drops its loads anyway
+        when it passes to another request.)"""
         with self._changed:
             for lease in self._idle:
                 if lease.reader is not None:
                     lease.reader.discard(layer)
 
     def close(self) -> None:
-        """Free the memory. No lease may be granted any more."""
+        """Free the memory. No lease may be granted afterwards."""
         for lease in self._idle:
             if lease.reader is not None:
                 lease.reader.close()

@@ -1,4 +1,4 @@
-"""The scatter of blocks into a buffer that holds a whole layer: which blocks go where."""
+"""Placement of blocks in a buffer that holds a whole layer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from ..sequence.layer_state import LayerState
 
 @dataclass(frozen=True)
 class ScatterRun:
-    """Neighbouring blocks of one layout and row map, written to consecutive positions from `first_token` on."""
+    """Neighbouring blocks of one layout and row map, whose tokens go to consecutive positions from `first_token`
+    on."""
 
     blocks: list[Block]
     row_map: RowMap
@@ -24,7 +25,7 @@ class ScatterRun:
 
 
 def split_runs(layer: LayerState, block_indices: Sequence[int], starts: Sequence[int]) -> Iterator[ScatterRun]:
-    """Group blocks that can be read together and have consecutive targets.
+    """Group blocks that can be read together and go to consecutive positions.
 
     Args:
         layer: of the blocks.

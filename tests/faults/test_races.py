@@ -18,6 +18,7 @@ from transformers import DynamicCache
 from hf_tiered_cache import KVCacheManager, TieredCache, TieredCacheConfig
 from hf_tiered_cache.loading.buffers import GatherBuffers, LoadBuffer
 from hf_tiered_cache.loading.reader import BlockReader, Split
+from hf_tiered_cache.loading.split_load import SplitLoader
 from hf_tiered_cache.manager.resources import EngineFactory
 from hf_tiered_cache.transfer.engine import Event
 from hf_tiered_cache.transfer.staging import SlotRing
@@ -136,18 +137,18 @@ class TestStreaming:
     def test_control_attention_that_does_not_wait_for_the_read(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Each part is read only once attention is done with it."""
         ended = threading.Semaphore(0)
-        original_end, original_run = BlockReader._end, BlockReader._run
+        original_end, original_run = BlockReader._end, SplitLoader.run
 
         def end(stream: BlockReader, load: Any) -> None:
             original_end(stream, load)
             ended.release()
 
-        def run(stream: BlockReader, load: Any) -> Event | None:
+        def run(loader: SplitLoader, load: Any) -> Event | None:
             ended.acquire(timeout=1)  # what was read ahead when the cache is closed never ends
-            return original_run(stream, load)
+            return original_run(loader, load)
 
         monkeypatch.setattr(BlockReader, "_end", end)
-        monkeypatch.setattr(BlockReader, "_run", run)
+        monkeypatch.setattr(SplitLoader, "run", run)
         monkeypatch.setattr(BlockReader, "_wait", lambda stream, load: None)
         assert not self.matches(LateEngine, FEW_STEPS)
 

@@ -454,9 +454,9 @@ def test_a_buffer_that_a_cancelled_load_still_fills_does_not_grow(
     assert load.storage is next_load.storage
     going_on.set()
     stream._wait(next_load)
-    assert eventually(lambda: not stream._given_up) and load.storage.numel() == 0
+    assert eventually(lambda: not stream._cancelled) and load.storage.numel() == 0
     stream._cancel(next_load)
-    assert eventually(lambda: not stream._given_up)
+    assert eventually(lambda: not stream._cancelled)
     again = stream._start(layer, 0)
     assert len(again.blocks) == 2
     stream._cancel(again)
