@@ -1,25 +1,19 @@
-"""L0 of one layer: the tokens that stay on the accelerator.
+"""L0 of one layer: the sink and the newest tokens, which stay on the accelerator.
 
-    |<- sink ->|<---------------- ring: whole blocks ---------------->|
-    [ 0 1 .. s |  newest ..  |  free  | oldest block | next block | ..  ]
-                                       ^ start (always on a block border)
+The memory is as large as the tokens need, up to what the window's size asks for, and is replaced when it grows or
+shrinks; `window_content` shows how tokens lie in it.
 
-The ring is a whole number of blocks and its start moves by whole blocks, so the block that leaves next, or the
-one that comes back, is always one contiguous slice. The ring is as large as its memory, which grows with the
-tokens up to what the window's size asks for, and is copied when it changes: in new memory the start is 0
-again. While it is 0, as it is until a block was sealed, sink and ring are one slice.
+The size of a window may change at any time. After it shrank there are blocks to seal, then memory to release.
+After it grew there is room for more tokens, or for sealed blocks to come back in front of the oldest token.
 
-How many tokens the window keeps may change at any time. Smaller: there are blocks to seal, then memory to
-release. Larger: there is room for more tokens, or for sealed blocks to come back in front of the oldest token.
-
-An interrupt (Ctrl-C) may strike between any two statements. So all that is known of a window is one immutable
-object, and every change makes a new one, when the tokens are in place already.
+An interrupt (Ctrl-C) may strike between any two statements. So the whole state is one immutable object, and every
+change makes a new one, after the tokens are in place.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -27,70 +21,30 @@ import torch
 from ..core.geometry import Geometry
 from ..core.row_map import index_on
 from ..transfer.engine import CopyEngine
+from .window_content import WindowContent
 
 
 def ring_tokens(window_tokens: int, block_tokens: int) -> int:
-    """Tokens that a ring has room for at most: a whole window, the block about to leave, and the one that comes
-    in."""
+    """The largest size of a ring: a whole window, the block about to leave, and the one that is being filled."""
     return (-(-window_tokens // block_tokens) + 2) * block_tokens
 
 
-@dataclass(frozen=True)
-class _Content:
-    """The tokens in a window and their positions in its buffers.
-
-    Args:
-        geometry: of K and V.
-        buffer: its memory.
-        keys, values: views of it, `[B, H, memory_tokens, D]`.
-        sink_held: tokens in the sink.
-        start: where the ring begins, counted behind the sink.
-        held_tokens: tokens in the ring.
-    """
-
-    geometry: Geometry
-    buffer: torch.Tensor
-    keys: torch.Tensor
-    values: torch.Tensor
-    sink_held: int = 0
-    start: int = 0
-    held_tokens: int = 0
-
-    @classmethod
-    def empty(cls, engine: CopyEngine, geometry: Geometry, memory_tokens: int) -> _Content:
-        """No tokens, and memory for so many."""
-        buffer = engine.allocate(geometry.nbytes(memory_tokens), compute_only=True)
-        return cls(geometry, buffer, *geometry.carve(buffer, memory_tokens))
-
-    def with_ring(self, start: int, held_tokens: int, sink_held: int | None = None) -> _Content:
-        """The same memory with other tokens in it. (Not by `replace`, which takes five times as long.)"""
-        return _Content(
-            self.geometry,
-            self.buffer,
-            self.keys,
-            self.values,
-            self.sink_held if sink_held is None else sink_held,
-            start if held_tokens else 0,
-            held_tokens,
-        )
-
-
 class WindowBuffer:
-    """Sink and newest tokens of one layer, K and V; see the module for the map.
+    """Sink and newest tokens of one layer, K and V.
 
-    Everything here is enqueued on the compute stream; nothing blocks. Tensors returned are views, valid until
-    the next call that changes the window. A call that finds no memory for a larger ring changes nothing.
+    Everything is enqueued on the compute stream; nothing blocks. Returned tensors are views, valid until the next
+    call that changes the window. A call that finds no memory for a larger ring changes nothing.
 
     Invariants:
         - the ring holds tokens only when the sink is full;
         - `held_tokens` fit into the ring, which fits into the memory behind the sink;
-        - a ring that holds nothing starts at 0.
+        - an empty ring starts at 0.
 
     Args:
         engine: of the layer's device.
         geometry: of K and V.
         sink_tokens: tokens at the start of the sequence that never leave.
-        window_tokens: tokens that `oldest_block` leaves behind.
+        window_tokens: tokens that remain when blocks are sealed.
         block_tokens: tokens per block.
     """
 
@@ -102,7 +56,7 @@ class WindowBuffer:
         self._window_tokens = window_tokens
         self._block_tokens = block_tokens
         self._stream = engine.compute_stream()
-        self._content = _Content.empty(engine, geometry, 0)
+        self._content = WindowContent.empty(engine, geometry, sink_tokens, 0)
 
     @property
     def device(self) -> torch.device:
@@ -121,11 +75,11 @@ class WindowBuffer:
 
     @property
     def held_tokens(self) -> int:
-        """Tokens after the sink."""
+        """Tokens in the ring, after the sink."""
         return self._content.held_tokens
 
     def follow(self) -> None:
-        """The calling thread's compute stream goes on where another thread's left off."""
+        """Let the calling thread's compute stream wait for the one that used the window last."""
         stream = self._engine.compute_stream()
         if stream != self._stream:
             self._engine.compute_waits(self._engine.record_compute(self._stream))
@@ -134,23 +88,22 @@ class WindowBuffer:
 
     @property
     def tokens(self) -> int:
-        """Tokens held, sink included."""
-        content = self._content
-        return content.sink_held + content.held_tokens
+        """Tokens in the window, sink included."""
+        return self._content.tokens
 
     @property
     def nbytes(self) -> int:
-        """Bytes of accelerator memory that it occupies."""
+        """Accelerator memory in bytes."""
         return self._content.buffer.numel()
 
     @property
     def window_tokens(self) -> int:
-        """Tokens that `oldest_block` leaves behind, as it is set now."""
+        """The present size: tokens that remain when blocks are sealed."""
         return self._window_tokens
 
     @property
     def has_block_to_seal(self) -> bool:
-        """True if a block can be sealed and a whole window remains."""
+        """True if a whole window remains when a block is sealed."""
         return self.held_tokens > self._window_tokens + self._block_tokens
 
     @property
@@ -163,8 +116,7 @@ class WindowBuffer:
         return self.tokens + new_tokens <= self._sink_tokens + self._window_tokens + self._block_tokens
 
     def room(self) -> int:
-        """Tokens that `append` takes at once; 0 while so many more than a window are held that blocks must be
-        sealed first."""
+        """Return the tokens that `append` takes at once; 0 when blocks must be sealed first."""
         return max(0, self._most_tokens - self.tokens)
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -172,7 +124,7 @@ class WindowBuffer:
         new_tokens = keys.shape[-2]
         self._make_room(self.tokens + new_tokens)
         done, content = 0, self._content
-        for target in self._slices_for(new_tokens):
+        for target in content.free_slices(new_tokens):
             count = target.stop - target.start
             content.keys[:, :, target].copy_(keys[:, :, done : done + count])
             content.values[:, :, target].copy_(values[:, :, done : done + count])
@@ -183,198 +135,158 @@ class WindowBuffer:
         )
 
     def views(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """All tokens as one slice `[B, H, tokens, D]`; only while nothing is sealed."""
+        """Return all tokens as one slice `[B, H, tokens, D]`; only while nothing is sealed."""
         if self._content.start:  # blocks were sealed and have come back
-            self._reallocate(self._memory_tokens)
-        return self._slice(slice(0, self.tokens))
+            self._reallocate(self._content.memory_tokens)
+        return self._content.view(slice(0, self.tokens))
 
     def splits(self, sealed_tokens: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
-        """All tokens as slices K, V `[B, H, T, D]`, each with the position of its first token in a sequence that
-        has so many sealed tokens between sink and ring."""
+        """Yield all tokens as slices K, V `[B, H, T, D]`, each with the position of its first token in the
+        sequence, which has `sealed_tokens` between sink and ring."""
         if not sealed_tokens:
             if self.tokens:
                 yield *self.views(), 0
             return
-        position = 0
-        if self.sink_held:
-            yield *self._slice(slice(0, self.sink_held)), 0
-            position = self.sink_held
-        position += sealed_tokens
-        for held in self._held_slices():
-            yield *self._slice(held), position
+        content = self._content
+        if content.sink_held:
+            yield *content.view(slice(0, content.sink_held)), 0
+        position = content.sink_held + sealed_tokens
+        for held in content.held_slices():
+            yield *content.view(held), position
             position += held.stop - held.start
 
     def copy_to(self, keys: torch.Tensor, values: torch.Tensor, end: int) -> None:
-        """Write the sink to the front of `[B, H, S, D]` tensors, and the window so that it ends before `end`."""
-        content = self._content
-        sink = slice(0, content.sink_held)
-        keys[:, :, sink].copy_(content.keys[:, :, sink])
-        values[:, :, sink].copy_(content.values[:, :, sink])
-        position = end - content.held_tokens
-        for source in self._held_slices():
-            target = slice(position, position + source.stop - source.start)
-            keys[:, :, target].copy_(content.keys[:, :, source])
-            values[:, :, target].copy_(content.values[:, :, source])
-            position = target.stop
+        """Copy the sink to the front of `[B, H, S, D]` tensors, and the ring so that it ends before `end`."""
+        self._content.copy_to(keys, values, end)
 
     def select_tokens(self, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """New tensors with some tokens of the window: index 0 is the oldest after the sink, -1 the last of
-        the sink, -2 the one before; `indices` is 1-D int64 on the layer's device."""
-        content = self._content
-        ring = self._sink_tokens + torch.remainder(indices + content.start, max(1, self._ring_tokens))
-        place = torch.where(indices < 0, indices + content.sink_held, ring)
-        return content.keys.index_select(2, place), content.values.index_select(2, place)
+        """Return some tokens of the window as new tensors.
+
+        Args:
+            indices: 1-D int64 on the layer's device. 0 is the oldest token after the sink; -1 is the last token of
+                the sink, -2 the one before.
+        """
+        return self._content.select_tokens(indices)
 
     def oldest_block(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The next block to leave, `[B, H, block_tokens, D]`."""
-        return self._slice(self._block_at(self._content.start))
+        """Return the next block to leave, `[B, H, block_tokens, D]`."""
+        return self._content.ring_view(self._content.start, self._block_tokens)
 
     def drop_oldest_block(self) -> None:
-        """Forget the oldest block; it is sealed."""
+        """Drop the oldest block, which was sealed."""
         content = self._content
-        start = (content.start + self._block_tokens) % self._ring_tokens
+        start = (content.start + self._block_tokens) % content.ring_tokens
         self._content = content.with_ring(start, content.held_tokens - self._block_tokens)
 
     def make_room_for_block(self) -> None:
-        """Have memory for one more block; takes some if need be."""
+        """Allocate memory for one more block, unless there is room."""
         self._make_room(self.tokens + self._block_tokens)
 
     def prepend_block(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Take the newest sealed block back, `[B, H, block_tokens, D]`, in front of the oldest token after the
-        sink, while the window `takes_block_back`."""
+        """Put the newest sealed block, `[B, H, block_tokens, D]`, back in front of the oldest token after the
+        sink. Only while the window `takes_block_back`."""
         assert self.takes_block_back and self.sink_held == self._sink_tokens
         self.make_room_for_block()
         content = self._content
-        start = (content.start - self._block_tokens) % self._ring_tokens if content.held_tokens else 0
-        block_keys, block_values = self._slice(self._block_at(start))
+        start = (content.start - self._block_tokens) % content.ring_tokens if content.held_tokens else 0
+        block_keys, block_values = content.ring_view(start, self._block_tokens)
         block_keys.copy_(keys)
         block_values.copy_(values)
         self._content = content.with_ring(start, content.held_tokens + self._block_tokens)
 
     def resize(self, window_tokens: int) -> None:
-        """Keep so many tokens from now on, at least one block. Moves nothing.
+        """Set the size, at least one block. Moves nothing.
 
-        After it became smaller, seal while there is a `has_block_to_seal`, then `release_surplus`. After it
-        became larger, sealed blocks can come back while it `takes_block_back`; memory grows when it is needed.
+        After the window shrank, seal while it `has_block_to_seal`, then `release_surplus`. After it grew, sealed
+        blocks can come back while it `takes_block_back`; memory grows on demand.
         """
         assert window_tokens >= self._block_tokens
         self._window_tokens = window_tokens
 
     def release_surplus(self) -> None:
-        """Give back memory beyond what the window's size asks for, once what is held fits into the rest. Old
-        and new memory are both there for a moment."""
-        if self._memory_tokens > self._most_tokens >= self.tokens:
+        """Free memory beyond what the window's size asks for, once the tokens fit into the rest. For a moment both
+        the old and the new memory are allocated."""
+        if self._content.memory_tokens > self._most_tokens >= self.tokens:
             self._reallocate(self._most_tokens)
 
     def crop(self, tokens: int) -> None:
-        """Forget the newest tokens, at most `self.tokens`; sink tokens go last."""
+        """Drop the newest tokens, at most `self.tokens`; sink tokens go last."""
         content = self._content
         from_ring = min(tokens, content.held_tokens)
         self._content = content.with_ring(
             content.start, content.held_tokens - from_ring, content.sink_held - (tokens - from_ring)
         )
 
-    def with_only(self, sink_tokens: int, keys: torch.Tensor, values: torch.Tensor) -> _Content:
-        """A window's content, in memory of its own, that has the first tokens of the sink and then these, `[B,
-        H, T, D]`, at most a block; for `become`. Changes nothing."""
+    def with_only(self, sink_tokens: int, keys: torch.Tensor, values: torch.Tensor) -> WindowContent:
+        """Make a content of the first tokens of the sink, followed by these, `[B, H, T, D]`, at most a block. Does
+        not change the window; pass the content to `become`."""
         old, new_tokens = self._content, keys.shape[2]
-        content = _Content.empty(self._engine, old.geometry, self._sink_tokens + self._block_tokens)
+        content = self._new_content(old.geometry, self._sink_tokens + self._block_tokens)
         first, then = slice(0, sink_tokens), slice(self._sink_tokens, self._sink_tokens + new_tokens)
         for target, source, new in ((content.keys, old.keys, keys), (content.values, old.values, values)):
             target[:, :, first].copy_(source[:, :, first])
             target[:, :, then].copy_(new)
         return content.with_ring(0, new_tokens, sink_tokens)
 
-    def become(self, content: _Content) -> None:
-        """Hold this from now on; the memory before is given up."""
+    def become(self, content: WindowContent) -> None:
+        """Replace the content; the former memory is freed."""
         old, self._content = self._content, content
         self._engine.free(old.buffer)
 
-    def with_rows(self, rows: np.ndarray) -> _Content:
-        """A window's content, in memory of its own, whose batch row `i` is what row `rows[i]` is here; for
-        `become`. Changes nothing."""
+    def with_rows(self, rows: np.ndarray) -> WindowContent:
+        """Make a content whose batch row `i` is row `rows[i]` of the window. Does not change the window; pass the
+        content to `become`."""
         old = self._content
         index = index_on(rows, self.device)
-        content = _Content.empty(self._engine, replace(old.geometry, batch=len(rows)), self._memory_tokens)
-        if self._memory_tokens:
+        content = self._new_content(replace(old.geometry, batch=len(rows)), old.memory_tokens)
+        if old.memory_tokens:
             content.keys.copy_(old.keys.index_select(0, index))
             content.values.copy_(old.values.index_select(0, index))
         return content.with_ring(old.start, old.held_tokens, old.sink_held)
 
     def shrink(self) -> None:
-        """Keep no more memory than what is held needs, in whole blocks."""
+        """Free all memory that the tokens do not need, in whole blocks."""
         self._reallocate(self._whole_blocks(self.tokens))
 
     def copy(self) -> WindowBuffer:
-        """A second window with the same content in memory of its own."""
+        """Return a second window with the same tokens, in memory of its own."""
         twin = WindowBuffer(
             self._engine, self.geometry, self._sink_tokens, self._window_tokens, self._block_tokens
         )
         old = self._content
-        content = _Content.empty(self._engine, old.geometry, self._memory_tokens)
+        content = self._new_content(old.geometry, old.memory_tokens)
         content.keys.copy_(old.keys)
         content.values.copy_(old.values)
         twin._content = content.with_ring(old.start, old.held_tokens, old.sink_held)
         return twin
 
     def free(self) -> None:
-        """Give the memory up; the window is empty afterwards."""
-        self.become(_Content.empty(self._engine, self.geometry, 0))
+        """Free the memory; the window is empty afterwards."""
+        self.become(self._new_content(self.geometry, 0))
 
-    def _slices_for(self, new_tokens: int) -> Iterator[slice]:
-        """Return the slices of the buffer that take `new_tokens` more tokens, in order."""
-        to_sink = min(new_tokens, self._sink_tokens - self.sink_held)
-        if to_sink:
-            yield slice(self.sink_held, self.sink_held + to_sink)
-        yield from self._ring_slices(self._content.start + self.held_tokens, new_tokens - to_sink)
-
-    def _held_slices(self) -> Iterator[slice]:
-        return self._ring_slices(self._content.start, self.held_tokens)
-
-    def _slice(self, tokens: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._content.keys[:, :, tokens], self._content.values[:, :, tokens]
-
-    def _ring_slices(self, first: int, count: int) -> Iterator[slice]:
-        while count:
-            first %= self._ring_tokens
-            piece = min(count, self._ring_tokens - first)
-            yield slice(self._sink_tokens + first, self._sink_tokens + first + piece)
-            first, count = first + piece, count - piece
-
-    def _block_at(self, start: int) -> slice:
-        """Return the slices of the ring that hold the block which begins at an offset."""
-        first = self._sink_tokens + start
-        return slice(first, first + self._block_tokens)
-
-    @property
-    def _memory_tokens(self) -> int:
-        """Tokens for which there is memory, sink included."""
-        return self._content.keys.shape[2]
-
-    @property
-    def _ring_tokens(self) -> int:
-        """Tokens after which the ring goes round."""
-        return max(0, self._memory_tokens - self._sink_tokens)
+    def _new_content(self, geometry: Geometry, memory_tokens: int) -> WindowContent:
+        return WindowContent.empty(self._engine, geometry, self._sink_tokens, memory_tokens)
 
     @property
     def _most_tokens(self) -> int:
-        """Tokens for which there is memory at most, sink included, at the window's size of now."""
+        """Tokens for which there is memory at most, sink included, at the present size."""
         return self._sink_tokens + ring_tokens(self._window_tokens, self._block_tokens)
 
     def _whole_blocks(self, tokens: int) -> int:
-        """The next larger size of memory: sink and a ring of whole blocks, or a part of the sink."""
+        """Round tokens up to a size of memory: the sink and whole blocks of ring, or a part of the sink."""
         return self._sink_tokens - (self._sink_tokens - tokens) // self._block_tokens * self._block_tokens
 
     def _make_room(self, tokens: int) -> None:
-        """Have memory for `tokens`, by half more at a time, up to what the window's size asks for."""
+        """Have memory for `tokens`; grows by half at a time, up to what the window's size asks for."""
         assert tokens <= max(self._most_tokens, self.tokens)
-        if tokens > self._memory_tokens:
-            comfortable = max(tokens, self._memory_tokens + self._memory_tokens // 2)
+        had_tokens = self._content.memory_tokens
+        if tokens > had_tokens:
+            comfortable = max(tokens, had_tokens + had_tokens // 2)
             self._reallocate(min(self._whole_blocks(comfortable), self._most_tokens))
 
     def _reallocate(self, memory_tokens: int) -> None:
-        """Move what is held to other memory, where the ring starts at 0."""
+        """Move the tokens to new memory, where the ring starts at 0."""
         old = self._content
-        content = _Content.empty(self._engine, old.geometry, memory_tokens)
-        self.copy_to(content.keys, content.values, end=self.tokens)
+        content = self._new_content(old.geometry, memory_tokens)
+        old.copy_to(content.keys, content.values, end=old.tokens)
         self.become(content.with_ring(0, old.held_tokens, old.sink_held))
