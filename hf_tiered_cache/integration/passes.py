@@ -15,16 +15,14 @@ import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any, Protocol, TypeVar
-
-import torch
+from typing import Any, TypeVar
 
 from ..core.errors import TieredCacheError, UnsupportedModelError
-from ..core.locks import ThreadReference, TimedLock, this_thread
+from ..core.locks import TimedLock
 from ..core.metrics import Metrics
 from .continuation import GenerateCall
+from .forward_pass import ForwardPass, Pending, is_in_a_module
 from .stock_layers import (
     StateMark,
     attention_layers,
@@ -36,62 +34,8 @@ from .stock_layers import (
 )
 
 _REMEDY = "cache.crop(0) takes back what it has added, reset() begins anew"
-_MODULE_CALLS = (torch.nn.Module._call_impl.__code__, torch.nn.Module._wrapped_call_impl.__code__)
-
-
-class Pending(Protocol):
-    """An update whose tokens are added by the attention function: `begun` when that has taken it, `done` when the
-    tokens are there."""
-
-    layer_idx: int
-    begun: bool
-    done: bool
-
 
 _Pending = TypeVar("_Pending", bound=Pending)
-
-
-@dataclass(eq=False)
-class ForwardPass:
-    """The progress of one forward pass over the layers.
-
-    Args:
-        thread, thread_id: whose pass it is.
-        forward: false for calls of `update` from outside a model, which may come in any order.
-        streams: the attention of this pass streams old tokens.
-        call: of `generate`, around the pass; only while it is not known which layers the model updates.
-        states: what is to be seen of the recurrent states when the pass begins.
-        before: tokens that each layer held when its update began.
-        updated: layers whose update has ended, but for the attention that is `pending`.
-    """
-
-    thread: ThreadReference
-    thread_id: int
-    forward: bool
-    streams: bool = False
-    call: GenerateCall | None = None
-    states: dict[int, StateMark | None] = field(default_factory=dict)
-    before: dict[int, int] = field(default_factory=dict)
-    updated: set[int] = field(default_factory=set)
-    pending: Pending | None = None
-
-    @classmethod
-    def of_this_thread(cls, forward: bool) -> ForwardPass:
-        """A pass that has done nothing yet."""
-        return cls(this_thread().reference, threading.get_ident(), forward)
-
-    @property
-    def is_mine(self) -> bool:
-        """True if the calling thread began this pass."""
-        return self.thread is this_thread().reference
-
-    @property
-    def is_running_elsewhere(self) -> bool:
-        """True if another thread began this pass and is inside a model now."""
-        if self.is_mine or self.thread() is None:
-            return False
-        frame = sys._current_frames().get(self.thread_id)
-        return frame is not None and _is_in_a_module(frame)
 
 
 class ForwardPasses:
@@ -173,7 +117,7 @@ class ForwardPasses:
         return pending
 
     def _begin(self, layers: Sequence[Any], caller: FrameType) -> ForwardPass:
-        forward = _is_in_a_module(caller)
+        forward = is_in_a_module(caller)
         if not self._beginning.try_acquire():
             raise _two_threads()
         try:
@@ -379,12 +323,3 @@ def _two_threads() -> TieredCacheError:
         "another thread is using this cache: one conversation is one thread's at a time. Give each thread a cache "
         "of its own (on one KVCacheManager they share their memory), or wait for the other one"
     )
-
-
-def _is_in_a_module(frame: FrameType | None) -> bool:
-    """Return true if this frame runs inside a model's forward."""
-    while frame is not None:
-        if frame.f_code in _MODULE_CALLS:
-            return True
-        frame = frame.f_back
-    return False
