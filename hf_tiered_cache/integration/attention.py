@@ -1,14 +1,14 @@
-"""The `"tiered"` attention function for transformers: streams K and V from the tiers, whatever the length.
+"""The `"tiered"` attention function for transformers: streams K and V from the tiers.
 
     model ──▶ tiered_mask: this pass will stream
           ──▶ cache.update(k, v) ──▶ k, v marked as PendingAttention
           ──▶ tiered_attention_forward ──▶ manager.attend
 
-A marked key and value are only the new tokens. The attention function recognises them by the mark, which a tensor
-derived from them does not carry; a mark that is not consumed by the next update is an error. A pass whose masks
-were not made here, since the caller brought a 4-D mask or another model uses the cache, gets whole K and V.
+Marked keys and values are the new tokens only. The attention function recognises them by the mark, which is not
+copied to derived tensors. A mark that is not consumed before the next update is an error. A pass whose masks were
+not made here, because the caller passed a 4-D mask or another model uses the cache, gets all K and V.
 
-Importing this module registers the attention and its masks; nothing changes for models that do not ask for them.
+Importing this module registers the attention and its masks; models that do not select them are not affected.
 """
 
 from __future__ import annotations
@@ -28,34 +28,35 @@ from .passes import announce_streaming
 from .streaming_models import STREAMING_MODELS
 
 TIERED = "tiered"
-"""The name, as in `model.set_attn_implementation("tiered")`."""
+"""The name for `model.set_attn_implementation("tiered")`."""
 
 _MARK = "_tiered_pending"
 _MASKED_TOKENS = "_tiered_masked_tokens"
 
-# What attention functions may be asked for and streaming does not do.
+# Arguments of attention functions that streaming attention does not support.
 _UNSUPPORTED_ARGUMENTS = ("position_bias", "sliding_window")
 
 UNTRACED = "the tiers move data beside the computation, which cannot be traced: compile without fullgraph=True"
-"""Why `torch.compile` keeps out of here; the rest of the model is compiled."""
+"""The reason why `torch.compile` skips these functions; the rest of the model is compiled."""
 
 
 def can_stream(text_config: PreTrainedConfig) -> bool:
-    """Return true if a model is known to pass keys and values to attention exactly as the cache returned them."""
+    """Return true if an architecture is known to pass keys and values to attention as the cache returned them."""
     return text_config.model_type in STREAMING_MODELS
 
 
 def enable_streaming(model: PreTrainedModel) -> bool:
-    """Let a model's text layers use the `"tiered"` attention, if it is known to work with them. Changes the model.
+    """Set the `"tiered"` attention for a model's text layers, if they are known to work with it. Changes the
+    model.
 
     Returns:
-        Whether it uses it now.
+        True if the model uses it now.
     """
     config = model.config
     text_config = config.get_text_config(decoder=True)
     if not can_stream(text_config):
         return False
-    # The modules that will be asked: they must read this very config, and look at no later tokens.
+    # The attention modules concerned: they must read this config object, and be causal.
     modules = [
         module
         for module in model.modules()
@@ -65,18 +66,18 @@ def enable_streaming(model: PreTrainedModel) -> bool:
     ]
     if not modules or not all(module.is_causal for module in modules):
         return False
-    part = next((name for name in config.sub_configs if getattr(config, name, None) is text_config), None)
-    model.set_attn_implementation(TIERED if part is None else {part: TIERED})
+    sub_config = next((name for name in config.sub_configs if getattr(config, name, None) is text_config), None)
+    model.set_attn_implementation(TIERED if sub_config is None else {sub_config: TIERED})
     return bool(text_config._attn_implementation == TIERED)
 
 
 class PendingAttention:
-    """An update whose attention has not been computed yet; the tokens are added when it is.
+    """An update whose attention has not been computed yet; the attention adds its tokens.
 
-    It is `begun` when an attention function has taken it, and `done` when the tokens are there.
+    It is `begun` when an attention function has taken it, and `done` when the tokens are added.
 
     Args:
-        manager, request_id, layer_idx: where the tokens belong.
+        manager, request_id, layer_idx: the layer of the tokens.
     """
 
     def __init__(self, manager: KVCacheManager, request_id: Hashable, layer_idx: int) -> None:
@@ -86,7 +87,7 @@ class PendingAttention:
         self._request_id = request_id
 
     def mark(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same new tokens, as tensors by which this is found again."""
+        """Return views of the new tokens that carry this object as a mark."""
         key, value = key.view_as(key), value.view_as(value)
         setattr(key, _MARK, self)
         setattr(value, _MARK, self)
@@ -94,14 +95,14 @@ class PendingAttention:
 
     @staticmethod
     def of(key: torch.Tensor, value: torch.Tensor) -> PendingAttention | None:
-        """Return the mark that an update left on both tensors, if they come from one update."""
+        """Return the mark that both tensors carry, if they come from one update."""
         mark = getattr(key, _MARK, None)
         return mark if mark is not None and mark is getattr(value, _MARK, None) else None
 
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: AttentionRule
     ) -> torch.Tensor:
-        """See `KVCacheManager.attend`; once."""
+        """Compute the attention and add the tokens; see `KVCacheManager.attend`. May be called once."""
         if self.begun:
             raise UnsupportedModelError(
                 f"the model computes the attention of layer {self.layer_idx} twice from one update, which cannot "
@@ -116,7 +117,7 @@ class PendingAttention:
 
 
 def in_one_dtype(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both in the wider dtype of the two, which holds either exactly. `torch.autocast` makes them differ."""
+    """Return both in the wider of their dtypes, which holds either exactly. `torch.autocast` makes them differ."""
     if key.dtype == value.dtype:
         return key, value
     dtype = torch.promote_types(key.dtype, value.dtype)
@@ -124,7 +125,7 @@ def in_one_dtype(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 def _autocast_dtype(query: torch.Tensor) -> torch.dtype | None:
-    """To which `torch.autocast` rounds the arguments of attention; `None` where it does not."""
+    """Return the dtype to which `torch.autocast` rounds the arguments of attention; `None` if it does not."""
     device_type = query.device.type
     if query.dtype is torch.float64 or not torch.is_autocast_enabled(device_type):
         return None
@@ -145,21 +146,21 @@ def tiered_attention_forward(
     s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention as transformers calls it.
+    """Compute attention, with the signature of transformers' attention functions.
 
-    What an update of a `TieredCache` has marked streams from the tiers. Everything else, whole K and V of whatever
-    origin, is computed by sdpa where it can, and by the same online softmax where it cannot (softcap, sinks,
-    several queries after older tokens).
+    Keys and values that an update of a `TieredCache` has marked are streamed from the tiers. All others are
+    complete K and V. For them sdpa computes the attention where it can, and the online softmax of streaming
+    attention where sdpa cannot (softcap, sinks, several queries after older tokens).
 
     Args:
         module: the model's attention module.
         query: `[B, Hq, Q, D]`.
-        key: `[B, Hk, S, Dk]`; of marked ones only the new tokens are here.
+        key: `[B, Hk, S, Dk]`; if marked, only the new tokens.
         value: `[B, Hv, S, Dv]`.
-        attention_mask: what `tiered_mask` made.
+        attention_mask: the result of `tiered_mask`.
         dropout: must be 0 for streaming.
         scaling, softcap, s_aux: scale, cap and sinks of the scores.
-        is_causal: overrides the module's own.
+        is_causal: overrides the attribute of the module.
 
     Returns:
         `[B, Q, Hq, Dv]`, and no attention weights.
@@ -245,18 +246,17 @@ def tiered_mask(
     use_vmap: bool = False,
     **kwargs: Any,
 ) -> torch.Tensor | None:
-    """The mask for `tiered_attention_forward`, in the form of transformers' mask functions.
+    """Make the mask for `tiered_attention_forward`, with the signature of transformers' mask functions.
 
     Returns:
-        For plain causal attention, whose newest query sees all keys: `None`, or the padding `[B, 1, 1, KV]`, bool,
-        `True` where a key may be seen. No mask with a row per query is made. For all else what sdpa takes.
+        For plain causal attention, where the newest query sees all keys: `None`, or the padding `[B, 1, 1, KV]`,
+        bool, `True` where a key is visible; never a mask with a row per query. Otherwise the mask that sdpa takes.
     """
     announce_streaming()
     plain = mask_function is causal_mask_function and local_size is None and allow_is_causal_skip and not use_vmap
     square = isinstance(q_offset, int) and (q_offset == kv_offset and q_length == kv_length)
     if not plain or not isinstance(q_offset, int) or q_offset + q_length != kv_offset + kv_length:
-        # sdpa leaves causality out of a mask for an empty static cache, too: then `None` would mean something
-        # else.
+        # sdpa_mask also skips the mask for an empty static cache, where `None` would have another meaning.
         skip = allow_is_causal_skip and (q_length == 1 or square)
         dense: torch.Tensor | None = sdpa_mask(
             batch_size=batch_size,
@@ -276,7 +276,7 @@ def tiered_mask(
     if padding is None:
         return None
     padding = padding[:, kv_offset : kv_offset + kv_length]
-    hidden = padding.logical_not().any(dim=0).nonzero()  # on an accelerator this waits for it, once per forward
+    hidden = padding.logical_not().any(dim=0).nonzero()  # synchronises an accelerator, once per forward pass
     if len(hidden) == 0:
         return None
     mask = padding[:, None, None, :]

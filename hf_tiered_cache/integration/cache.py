@@ -26,28 +26,28 @@ from .rollback import crop_layers
 
 logger = logging.getLogger(__name__)
 
-# These accept no cache but their own class.
+# These accept only their own cache class.
 _OWN_CACHE_MODELS = ("minimax",)
 
 
 class TieredCache(DynamicCache):
     """A transformers cache that keeps a window of each layer on the accelerator and the rest in storage.
 
-    Generation gives the same output as with `DynamicCache`. Full-attention layers are tiered; sliding-window,
-    linear, hybrid, indexed and model-specific layers are what `DynamicCache` makes of them.
+    Generation gives the same output as with `DynamicCache`. Full-attention layers are tiered. Sliding-window,
+    linear, hybrid, indexed and model-specific layers are the same classes as in a `DynamicCache`.
 
     ```python
     with TieredCache(config=model.config, window_tokens=4096) as cache:
         model.generate(**inputs, past_key_values=cache)
     ```
 
-    Nothing is opened before a window overflows. Call `close()`, or use `with`, to remove what was written at
-    once; otherwise it goes with the cache, at the latest when the process ends.
+    No file or thread is opened before a window overflows. `close()`, or the end of `with`, removes what was
+    written. Without it, that happens when the cache is garbage-collected, at the latest when the process ends.
 
     Args:
         config: the model's config.
         cache_config: settings as one object.
-        manager: share another cache's manager, and its budget; it is not closed with this cache.
+        manager: manager to share with other caches, with its budget; it is not closed with this cache.
         options: single settings, which override `cache_config`; see `TieredCacheConfig`.
 
     Raises:
@@ -75,9 +75,9 @@ class TieredCache(DynamicCache):
         if manager is not None and (options or cache_config is not None):
             raise ConfigError("manager= brings its own settings: leave out cache_config and single settings")
         super().__init__(config=config)
-        # Every layer exists from the start; stock code must not append more.
+        # Every layer exists from the start; transformers must not append more.
         self.layer_class_to_replicate = None
-        users = set() if manager is None else {"who made it"}
+        users = set() if manager is None else {"its creator"}
         if manager is None:
             manager = KVCacheManager(TieredCacheConfig.from_options(cache_config, options))
         self._binding = CacheBinding(manager, text_config, len(self.layers), users)
@@ -112,10 +112,10 @@ class TieredCache(DynamicCache):
     ) -> TieredCache:
         """Make a cache for streaming attention, where the model allows it.
 
-        Then accelerator memory does not depend on the length of the context: not even one layer of it is there as
-        a whole. This calls `model.set_attn_implementation("tiered")`, which stays set; the model works with other
-        caches all the same. A model that is not known to allow it is left as it is, and its layers are brought
-        together one by one for its own attention; a warning says so, once per kind of model.
+        With streaming attention, accelerator memory does not depend on the length of the context: not even one
+        layer is gathered. This calls `model.set_attn_implementation("tiered")`, which stays set; the model still
+        works with other caches. A model that is not known to allow it is not changed, and each layer is gathered
+        for the model's own attention; a warning says so, once per architecture.
 
         Args:
             model: a causal language model of transformers.
@@ -154,14 +154,14 @@ class TieredCache(DynamicCache):
         self.close()
 
     def __copy__(self) -> TieredCache:
-        """This cache itself, as a shallow copy of any cache shares its layers; `copy.deepcopy` makes a branch."""
+        """Return this cache, since shallow copies of caches share their layers; `copy.deepcopy` makes a branch."""
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TieredCache:
-        """A second cache with the same tokens; sealed blocks are shared, windows and other layers copied.
+        """Return a second cache with the same tokens; sealed blocks are shared, windows and other layers copied.
 
         Raises:
-            TieredCacheError: the last forward pass ended with an error, or another thread is in the middle of one.
+            TieredCacheError: the last forward pass was not completed, or another thread is running one.
         """
         self._passes.check(self.layers)
         twin = type(self).__new__(type(self))
@@ -185,7 +185,7 @@ class TieredCache(DynamicCache):
 
     @property
     def _is_user_defined(self) -> bool:
-        """`generate` sets this on a cache it was given, before it looks at what is cached."""
+        """`generate` sets this on the cache that it was given, before it reads the number of cached tokens."""
         return self._given_to_generate
 
     @_is_user_defined.setter
@@ -196,7 +196,7 @@ class TieredCache(DynamicCache):
             self._prepare_to_continue(start)
 
     def _prepare_to_continue(self, start: GenerationStart) -> None:
-        """Crop or raise where stock `generate` would silently compute something else than it was asked for."""
+        """Crop or raise where `generate` would silently compute a wrong result."""
         self._binding.check_open()
         start.check_mode()
         self._passes.announce_generation(start.call, self.layers)
@@ -218,7 +218,7 @@ class TieredCache(DynamicCache):
 
     @property
     def manager(self) -> KVCacheManager:
-        """The manager that holds the tokens."""
+        """The manager that stores the tokens."""
         return self._binding.manager
 
     @torch.compiler.disable(reason=UNTRACED)
@@ -230,12 +230,12 @@ class TieredCache(DynamicCache):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append tokens to a layer and return what its attention needs; see `TieredLayer.update`.
+        """Append tokens to a layer and return the K and V for its attention; see `TieredLayer.update`.
 
         Raises:
-            UnsupportedModelError: the config knew of no such layer, or an encoder-decoder model uses this cache
-                for its cross-attention, too.
-            TieredCacheError: the forward pass before ended with an error, or another thread uses the cache.
+            UnsupportedModelError: the config describes no such layer, or an encoder-decoder model also uses this
+                cache for cross-attention.
+            TieredCacheError: the forward pass before was not completed, or another thread uses the cache.
         """
         if layer_idx >= len(self.layers):
             raise UnsupportedModelError(
@@ -253,13 +253,13 @@ class TieredCache(DynamicCache):
 
     @torch.compiler.disable(reason=UNTRACED)
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens of a layer that counts them, by default of the first one that does."""
+        """Return the tokens of a layer; by default of the first one that counts them."""
         tokens: int = super().get_seq_length(layer_idx)
         return tokens
 
     @torch.compiler.disable(reason=UNTRACED)
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Length and offset of the keys that so many new tokens of a layer will attend to."""
+        """Return length and offset of the keys for `query_length` new tokens of a layer."""
         self._passes.announce(self.layers)
         sizes: tuple[int, int] = super().get_mask_sizes(query_length, layer_idx)
         return sizes
@@ -267,14 +267,14 @@ class TieredCache(DynamicCache):
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest `-tokens_to_remove` tokens of every layer.
 
-        After a forward pass that ended with an error or an interrupt, `crop(0)` takes back what it had added to
-        some of the layers, and `crop(-n)` leaves `get_seq_length() - n` tokens in each.
+        After a forward pass that ended with an error or an interrupt, `crop(0)` removes the tokens that it added
+        to some of the layers, and `crop(-n)` leaves `get_seq_length() - n` tokens in each.
 
         Raises:
             ValueError: the number is positive.
-            TieredCacheError: a layer never held as many tokens, or cannot forget any; nothing was removed. Or
-                another thread is in the middle of a forward pass.
-            TierReadError: a block on the border could not be read; call it again.
+            TieredCacheError: a layer never held as many tokens, or cannot drop any; nothing was removed. Or
+                another thread is running a forward pass.
+            TierReadError: a block on the border could not be read; call `crop` again.
         """
         remove = -int(tokens_to_remove)  # assisted decoding passes a tensor
         if remove < 0:
@@ -288,7 +288,8 @@ class TieredCache(DynamicCache):
             self._known_ids = self._known_ids[:, : self.get_seq_length()]
 
     def reset(self) -> None:
-        """Forget all tokens, whatever an interrupt has left of them. Raises only while another thread is at it."""
+        """Drop all tokens, in whatever state an interrupt left them. Raises only while another thread uses the
+        cache."""
         self._binding.check_open()
         self._passes.check_thread()
         with self._passes.changing("reset()"):
@@ -304,8 +305,8 @@ class TieredCache(DynamicCache):
         self._passes.settle()
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Let batch row `i` of every layer be what row `beam_idx[i]` was."""
-        rows = beam_idx.cpu()  # once for all layers: on an accelerator this waits for it
+        """Replace batch row `i` of every layer by what row `beam_idx[i]` was."""
+        rows = beam_idx.cpu()  # once for all layers, since it synchronises an accelerator
         self._change_rows(
             "reorder_cache()",
             lambda layer: layer.reorder_cache(rows if isinstance(layer, TieredLayer) else beam_idx),
@@ -337,7 +338,7 @@ class TieredCache(DynamicCache):
         return self.manager.stats()
 
     def flush(self) -> None:
-        """Wait until every block that left a window is in storage. Blocks."""
+        """Block until every block that left a window is stored."""
         self._binding.check_open()
         self.manager.flush()
 

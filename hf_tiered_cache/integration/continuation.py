@@ -1,12 +1,12 @@
-"""Checks of `generate` calls that go wrong with a cache that is not empty, made before anything is computed.
+"""Checks of `generate` calls that would go wrong with a cache that is not empty, before anything is computed.
 
-`generate` slices the cached tokens off the prompt with `input_ids[:, -(length - cached):]`. For a prompt that is
-cached as a whole that is `input_ids[:, -0:]`: everything is fed again, and the output is wrong without an error
+`generate` cuts the cached tokens off the prompt with `input_ids[:, -(length - cached):]`. If the whole prompt is
+cached, that is `input_ids[:, -0:]`: everything is fed again, and the output is wrong without an error
 (huggingface/transformers#37906). Assisted and prompt-lookup decoding feed the whole prompt again in any case.
 
-A cache is not told what `generate` was called with. But `generate` marks the cache that it was given, by setting
-`_is_user_defined`, from a frame that knows; so that is where we look. On a transformers version whose frame looks
-different nothing is found and nothing changes.
+`generate` does not pass its arguments to a cache. But it sets `_is_user_defined` on the cache that it was given,
+from a frame whose local variables hold the arguments. This module reads them there. If the frame of some
+transformers version looks different, the checks are skipped.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ _CHUNKS_ARE_FED_AGAIN = Version(transformers.__version__) < Version("5.23")
 
 
 class GenerateCall:
-    """One call of `generate`, known by the settings that it made for itself. Keeps nothing of it alive.
+    """One call of `generate`, identified by its own copy of the generation config, to which it keeps a weak
+    reference.
 
     Args:
-        settings: the generation config in its frame.
+        settings: the generation config in the frame of the call.
     """
 
     def __init__(self, settings: object) -> None:
@@ -40,7 +41,7 @@ class GenerateCall:
 
     @classmethod
     def around(cls, frame: FrameType | None) -> GenerateCall | None:
-        """The innermost call around a frame of this thread."""
+        """Return the innermost call around a frame of this thread."""
         frame = _generate_frame(frame)
         settings = None if frame is None else frame.f_locals.get("generation_config")
         return None if settings is None else cls(settings)
@@ -56,12 +57,12 @@ class GenerateCall:
 
     @property
     def is_running(self) -> bool:
-        """Return true while the call runs."""
+        """True while the call runs."""
         return self.is_around(sys._current_frames().get(self.thread_id))
 
 
 def _generate_frame(frame: FrameType | None) -> FrameType | None:
-    """The next frame outwards that is `generate`'s."""
+    """Return the next outer frame that belongs to `generate`."""
     while frame is not None:
         if (
             frame.f_code.co_name == "generate"
@@ -78,14 +79,14 @@ class GenerationStart:
 
     Args:
         call: the call itself.
-        input_ids: tokens that it was called with, `[B, T]`; `None` when it was called with embeddings.
+        input_ids: its tokens, `[B, T]`; `None` when it was called with embeddings.
         attention_mask: `[B, total_tokens]`, or `None` when it is all ones.
         input_tokens: `T`.
-        total_tokens: length of the sequence that it means to continue, cached tokens included.
-        assisted: whether candidates come from an assistant model or a prompt lookup.
-        chunked: whether the prompt is fed in chunks.
-        uses_cache: whether it expects the cache to be used.
-        encoder_decoder: whether the model has an encoder, whose keys and values need a cache of their own.
+        total_tokens: length of the sequence to continue, cached tokens included.
+        assisted: true if candidates come from an assistant model or a prompt lookup.
+        chunked: true if the prompt is fed in chunks.
+        uses_cache: false for `use_cache=False`.
+        encoder_decoder: true if the model has an encoder, whose keys and values need a second cache.
     """
 
     call: GenerateCall
@@ -100,7 +101,8 @@ class GenerationStart:
 
     @classmethod
     def seen_from(cls, frame: FrameType | None) -> GenerationStart | None:
-        """Read it off the frame that sets `_is_user_defined`; `None` when that is not `generate` as we know it."""
+        """Read the arguments from the frame that sets `_is_user_defined`; `None` if it is not the known
+        `generate`."""
         if frame is None or frame.f_code.co_name != "_prepare_cache_for_generation":
             return None
         call = GenerateCall.around(frame)
@@ -111,12 +113,12 @@ class GenerationStart:
         if call is None or not isinstance(model_kwargs, dict) or not isinstance(input_ids, torch.Tensor):
             return None
         embeddings, mask = model_kwargs.get("inputs_embeds"), model_kwargs.get("attention_mask")
-        if isinstance(embeddings, torch.Tensor):  # these are always the whole sequence
+        if isinstance(embeddings, torch.Tensor):  # they always cover the whole sequence
             input_ids, input_tokens = None, embeddings.shape[1]
             total_tokens: Any = input_tokens
         else:
             input_tokens = input_ids.shape[1]
-            # A mask of ones is dropped, and its length noted.
+            # `generate` drops a mask of ones and notes its length.
             total_tokens = (
                 mask.shape[-1] if isinstance(mask, torch.Tensor) else getattr(settings, "_mask_length", None)
             )
@@ -139,7 +141,7 @@ class GenerationStart:
 
         Raises:
             UnsupportedModelError: the model has an encoder.
-            ConfigError: the call is not to use a cache.
+            ConfigError: the call has `use_cache=False`.
         """
         if self.encoder_decoder:
             raise wrap_it()
@@ -150,14 +152,14 @@ class GenerationStart:
             )
 
     def check_cached(self, cached_tokens: int, known_ids: torch.Tensor | None) -> None:
-        """Raise if what is cached cannot be the beginning of the sequence.
+        """Raise if the cached tokens cannot be the beginning of the sequence.
 
         Args:
-            cached_tokens: how many tokens are cached.
-            known_ids: the first of their ids, `[B, K]`, as far as they are known.
+            cached_tokens: number of cached tokens.
+            known_ids: their first ids, `[B, K]`, as far as they are known.
 
         Raises:
-            ConfigError: it cannot.
+            ConfigError: they cannot.
         """
         if cached_tokens == 0:
             return
@@ -188,7 +190,7 @@ class GenerationStart:
             )
 
     def known_ids(self, cached_tokens: int, known_ids: torch.Tensor | None) -> torch.Tensor | None:
-        """The ids that the cache will hold once this call has fed its prompt, `[B, K]`, as far as they are known.
+        """Return the ids of the tokens that will be cached after this call's prompt, `[B, K]`, as far as known.
 
         Args:
             cached_tokens, known_ids: as for `check_cached`.
@@ -203,7 +205,7 @@ class GenerationStart:
 def _first_difference(
     ids: torch.Tensor, known_ids: torch.Tensor, attention_mask: torch.Tensor | None
 ) -> int | None:
-    """The first column in which unmasked ids differ; `None` if there is none, or they cannot be compared."""
+    """Return the first column in which unmasked ids differ; `None` if there is none, or the batches differ."""
     tokens = min(ids.shape[1], known_ids.shape[1])
     if ids.shape[0] != known_ids.shape[0]:
         return None
@@ -215,14 +217,14 @@ def _first_difference(
 
 
 def check_wrapped(cache: object, frame: FrameType | None) -> None:
-    """Raise if the attention of an encoder-decoder model has this cache itself, and not one that wraps it.
+    """Raise if an encoder-decoder model uses this cache without an `EncoderDecoderCache` around it.
 
     Args:
-        cache: which is being updated.
+        cache: the cache that is being updated.
         frame: of the update.
 
     Raises:
-        UnsupportedModelError: it has, so cross-attention would add its keys and values, too.
+        UnsupportedModelError: it does, so cross-attention would append its keys and values as well.
     """
     while frame is not None and not isinstance(frame.f_locals.get("self"), torch.nn.Module):
         frame = frame.f_back

@@ -18,8 +18,8 @@ _MODULE_CALLS = (torch.nn.Module._call_impl.__code__, torch.nn.Module._wrapped_c
 
 
 class Pending(Protocol):
-    """An update whose tokens are added by the attention function: `begun` when that has taken it, `done` when the
-    tokens are there."""
+    """An update whose tokens the attention function adds. It is `begun` when that function has taken it, and
+    `done` when the tokens are added."""
 
     layer_idx: int
     begun: bool
@@ -31,13 +31,13 @@ class ForwardPass:
     """The progress of one forward pass over the layers.
 
     Args:
-        thread, thread_id: whose pass it is.
+        thread, thread_id: the thread that runs the pass.
         forward: false for calls of `update` from outside a model, which may come in any order.
-        streams: the attention of this pass streams old tokens.
-        call: of `generate`, around the pass; only while it is not known which layers the model updates.
-        states: what is to be seen of the recurrent states when the pass begins.
-        before: tokens that each layer held when its update began.
-        updated: layers whose update has ended, but for the attention that is `pending`.
+        streams: true if the pass uses streaming attention.
+        call: the call of `generate` around the pass; only while it is not known which layers the model updates.
+        states: marks of the recurrent states from the beginning of the pass.
+        before: tokens of each layer when its update began.
+        updated: layers whose update has ended, though their attention may be `pending`.
     """
 
     thread: ThreadReference
@@ -52,7 +52,7 @@ class ForwardPass:
 
     @classmethod
     def of_this_thread(cls, forward: bool) -> ForwardPass:
-        """A pass that has done nothing yet."""
+        """Begin a pass on the calling thread."""
         return cls(this_thread().reference, threading.get_ident(), forward)
 
     @property

@@ -1,4 +1,4 @@
-"""`TieredLayer`: one layer of a `TieredCache`, and what ties the layers of one cache together."""
+"""`TieredLayer`: one layer of a `TieredCache`, and the state that the layers of a cache share."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _request_numbers = itertools.count()
 class CacheBinding:
     """State that the layers of a cache share: the manager, and the cache's request in it.
 
-    `streams` says that the update under way leaves old tokens to streaming attention.
+    `streams` is true while an update leaves its tokens to streaming attention.
 
     Args:
-        manager: holds the tokens.
+        manager: stores the tokens.
         text_config: of the model.
-        model_layers: how many layers it has.
-        users: names of all that use the manager; shared by the caches that deepcopy made of one. The last to leave
-            closes the manager.
+        model_layers: number of its layers.
+        users: request ids of all caches that use the manager; a cache shares the set with its deep copies. The
+            last user to close closes the manager.
         source: the cache that this one copies.
     """
 
@@ -56,7 +56,7 @@ class CacheBinding:
         users.add(self.request_id)  # a set, since the garbage collector may take no lock
 
     def fork(self) -> CacheBinding:
-        """The binding of a second cache with the same tokens."""
+        """Return the binding of a second cache with the same tokens."""
         self.check_open()
         return CacheBinding(self.manager, self._text_config, self.next_layer_idx, self._users, source=self)
 
@@ -66,13 +66,13 @@ class CacheBinding:
             raise CacheClosedError("this cache is closed: make a new TieredCache")
 
     def renew(self) -> None:
-        """Give up all tokens, whatever an interrupt has left of them, and begin with none."""
+        """Drop all tokens, in whatever state an interrupt left them, and start with an empty request."""
         old, new = self.request_id, _new_request_id()
         self.manager.allocate(new)
         self._users.add(new)
         self.request_id = new
         self._users.discard(old)
-        with suppress(ConfigError):  # an earlier try, which was interrupted, had freed it
+        with suppress(ConfigError):  # an earlier call was interrupted after it freed the request
             self.manager.free(old)
 
     def close(self) -> None:
@@ -84,11 +84,12 @@ class CacheBinding:
         if not self._users:
             self.manager.close()
         else:
-            with suppress(CacheClosedError):  # another copy was the last just now
+            with suppress(CacheClosedError):  # another copy has just closed the manager
                 self.manager.free(self.request_id)
 
     def abandon(self) -> None:
-        """The cache was garbage-collected. A manager that nobody else refers to goes the same way."""
+        """Release the request of a garbage-collected cache. Without other references the manager is collected
+        too."""
         if not self.closed:
             self.closed = True
             self._users.discard(self.request_id)
@@ -100,10 +101,10 @@ def _new_request_id() -> str:
 
 
 def _dense(states: torch.Tensor) -> torch.Tensor:
-    """The same values in memory as `torch.cat` would lay them out.
+    """Return the same values with the strides that `torch.cat` would give.
 
     Attention rounds alike for any strides between heads and rows. The linear layer that expands latents does not:
-    it picks its kernel by them, even where they mean nothing because the dimension is 1.
+    it picks its kernel by the strides, even of a dimension of size 1.
     """
     if states.shape[0] == 1:
         _, _, tokens, dim = states.shape
@@ -112,16 +113,16 @@ def _dense(states: torch.Tensor) -> torch.Tensor:
 
 
 class TieredLayer(DynamicLayer):
-    """One full-attention layer whose older tokens live in the tiers.
+    """One full-attention layer whose older tokens are stored in tiers.
 
-    Takes the place of a `DynamicLayer`; what `update` returns has the same values, as views of buffers that later
-    updates of other layers overwrite.
+    It replaces a `DynamicLayer`. `update` returns the same values, as views of buffers that later updates of other
+    layers overwrite.
 
     Args:
         binding: the cache's manager and request.
-        layer_idx: under which the manager knows the layer; its index in the model, unless it is a copy.
-        keeps_output: the model reads what `update` returned even after other layers were updated (KV sharing);
-            such layers return tensors of their own.
+        layer_idx: the manager's id of the layer: its index in the model, unless it is a copy.
+        keeps_output: true if the model reads the result of `update` even after other layers were updated (KV
+            sharing); such layers return copies.
     """
 
     def __init__(self, binding: CacheBinding, layer_idx: int, keeps_output: bool) -> None:
@@ -134,7 +135,8 @@ class TieredLayer(DynamicLayer):
         return f"TieredLayer(layer_idx={self._layer_idx})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TieredLayer:
-        """One more layer of the same cache, with the same tokens; models that loop over layers add such layers."""
+        """Return one more layer of the same cache, with the same tokens. Models that loop over layers add such
+        layers."""
         binding = self._binding
         binding.check_open()
         layer_idx = binding.next_layer_idx
@@ -143,7 +145,7 @@ class TieredLayer(DynamicLayer):
         return self.bound_to(binding, layer_idx)
 
     def bound_to(self, binding: CacheBinding, layer_idx: int) -> TieredLayer:
-        """A layer over tokens that are in the manager already, and equal to this layer's."""
+        """Return a layer for tokens that are in the manager already, and equal to this layer's."""
         twin = TieredLayer(binding, layer_idx, self._keeps_output)
         twin.is_initialized = self.is_initialized
         if self.is_initialized:
@@ -151,29 +153,29 @@ class TieredLayer(DynamicLayer):
         return twin
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Note dtype and device; memory is taken when tokens come."""
+        """Note dtype and device; allocates nothing."""
         self.dtype, self.device = key_states.dtype, key_states.device
         self._dtypes = key_states.dtype, value_states.dtype
         self.is_initialized = True
 
     @property
     def layer_idx(self) -> int:
-        """Under which the manager knows the layer."""
+        """The manager's id of the layer."""
         return self._layer_idx
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append tokens and return all K and V of the layer, or leave both to the `"tiered"` attention.
+        """Append tokens and return all K and V of the layer, or leave both to streaming attention.
 
         Args:
             key_states: `[B, Hk, T, Dk]`.
             value_states: `[B, Hv, T, Dv]`.
 
         Returns:
-            K `[B, Hk, S, Dk]` and V `[B, Hv, S, Dv]`; read them before the next layers' updates, and do not
-            write to them. When the model streams and not all is in the window: the new tokens, marked as a
-            `PendingAttention`, which adds them.
+            K `[B, Hk, S, Dk]` and V `[B, Hv, S, Dv]`. Read them before the next layers' updates, and do not write
+            to them. With streaming attention, and if the tokens exceed the window: the new tokens, marked as a
+            `PendingAttention`, which appends them.
 
         Raises:
             UnsupportedModelError: gradients are being recorded.
@@ -208,9 +210,10 @@ class TieredLayer(DynamicLayer):
         return keys, values
 
     def _gathered(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append tokens and return all, K and V each in a dtype of its own, as `torch.cat` would promote it.
+        """Append tokens and return all K and V, each in the dtype to which `torch.cat` would promote it.
 
-        Under `torch.autocast` rotated keys are float32 and values are not; the tiers hold both in the wider type.
+        Under `torch.autocast` rotated keys are float32 and values are not; the tiers store both in the wider
+        dtype.
         """
         manager, request_id = self._binding.manager, self._binding.request_id
         keys, values = manager.update(request_id, self._layer_idx, *in_one_dtype(key_states, value_states))
@@ -244,10 +247,10 @@ class TieredLayer(DynamicLayer):
         self._refuse(value)
 
     def offload(self) -> None:
-        """Nothing to do: the tiers decide what stays on the accelerator."""
+        """Do nothing: the tiers decide what stays on the accelerator."""
 
     def prefetch(self) -> None:
-        """Nothing to do: the tiers load ahead by themselves."""
+        """Do nothing: the manager prefetches by itself."""
 
     def check_intact(self) -> None:
         """Raise if an interrupt struck while this layer's tokens were being moved.
@@ -258,7 +261,7 @@ class TieredLayer(DynamicLayer):
         self._binding.manager.check_intact(self._binding.request_id, self._layer_idx)
 
     def reset(self) -> None:
-        """Forget all tokens."""
+        """Drop all tokens."""
         self._binding.check_open()
         self._binding.manager.free_layer(self._binding.request_id, self._layer_idx)
         self.is_initialized = False
@@ -278,7 +281,7 @@ class TieredLayer(DynamicLayer):
             self._binding.manager.crop(self._binding.request_id, self._layer_idx, -tokens_to_remove)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Let batch row `i` be what row `beam_idx[i]` was."""
+        """Replace batch row `i` by what row `beam_idx[i]` was."""
         self._select_rows(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:

@@ -3,9 +3,9 @@
     update(0) ──▶ update(1) ──▶ ... ──▶ update(last)        complete
     update(0) ──▶ update(1) ──x                             an error, or Ctrl-C, between two layers: incomplete
 
-Layers then hold different numbers of tokens, and to go on would be silently wrong. Nobody tells a cache that a
-forward pass has failed. It is noticed when the next one begins, or when anything else uses the cache. The same
-goes for the calls that change every layer: a crop, a reorder, a reset.
+After an incomplete pass layers hold different numbers of tokens, and continuing would give wrong output. A cache
+is not told that a forward pass failed. It notices when the next pass begins, or at any other use of the cache. The
+same applies to calls that change every layer: a crop, a reorder, a reset.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ _Pending = TypeVar("_Pending", bound=Pending)
 class ForwardPasses:
     """Follows the forward passes of one cache, and the calls that change all of its layers.
 
-    A pass is complete when every attention layer was updated, and every layer with a recurrent state was changed
-    if the first of its kind was. (Fused kernels of an accelerator may change such states unseen; then none is
-    asked for.) Methods take the cache's layers, since a model may append some.
+    A pass is complete when every attention layer was updated, and every layer with a recurrent state has changed
+    if the first of its kind has. (Fused kernels may change such states without a trace; then no change is
+    required.) Methods take the cache's layers, since a model may append some.
 
     Args:
-        kinds: for each layer of the model what it is, as far as the config tells.
+        kinds: `layer_types` of the model's config, if it has them.
     """
 
     def __init__(self, kinds: Sequence[str] = ()) -> None:
@@ -59,16 +59,16 @@ class ForwardPasses:
         self._states_next: dict[int, StateMark | None] | None = None
         self._all_seen = False
         self._never_updated: set[int] = set()
-        self._beginning = TimedLock(Metrics())  # heals if an interrupt strikes before it is given back
+        self._beginning = TimedLock(Metrics())  # recovers if an interrupt strikes before its release
 
     # -- updates ----------------------------------------------------------------------------------------------
 
     def announce(self, layers: Sequence[Any]) -> None:
-        """A model asks for the size of a mask: a forward pass is about to begin. Whether it streams, the mask
-        function tells next; see `announce_streaming`.
+        """Note that a forward pass is about to begin, since a model asks for the size of its mask. The mask
+        function tells next if the pass streams; see `announce_streaming`.
 
         Raises:
-            TieredCacheError: the pass before ended when it had changed recurrent states, and nothing else yet.
+            TieredCacheError: the pass before ended after it had changed recurrent states, and nothing else.
         """
         self._streams_next = False
         recurrent = recurrent_layers(layers)
@@ -82,7 +82,7 @@ class ForwardPasses:
         _sized.passes = weakref.ref(self)
 
     def announce_generation(self, call: GenerateCall, layers: Sequence[Any]) -> None:
-        """A call of `generate` is about to use the cache.
+        """Note that a call of `generate` is about to use the cache.
 
         Raises:
             TieredCacheError, UnsupportedModelError: as for `check`.
@@ -91,11 +91,11 @@ class ForwardPasses:
         self._generating = call
 
     def enter(self, layer_idx: int, layers: Sequence[Any]) -> ForwardPass:
-        """A layer is about to be updated, in the pass that is returned.
+        """Begin the update of a layer; return the pass to which it belongs.
 
         Raises:
-            TieredCacheError: the pass before was not complete, or another thread is in the middle of one.
-            UnsupportedModelError: the update before was left to an attention function that did not take it.
+            TieredCacheError: the pass before was not complete, or another thread is running one.
+            UnsupportedModelError: the attention function did not take the tokens of the update before.
         """
         current = self._pass
         if current is None or layer_idx in current.before or not current.is_mine or self._is_unfinished:
@@ -106,12 +106,12 @@ class ForwardPasses:
         return current
 
     def leave(self, layer_idx: int) -> None:
-        """The layer's update has ended."""
+        """End the update of a layer."""
         if self._pass is not None:
             self._pass.updated.add(layer_idx)
 
     def leave_to_attention(self, pending: _Pending) -> _Pending:
-        """The update under way leaves its tokens to the attention function. Returns them."""
+        """Note that the attention function adds the tokens of this update. Returns `pending`."""
         assert self._pass is not None
         self._pass.pending = pending
         return pending
@@ -124,7 +124,7 @@ class ForwardPasses:
             last = self._pass
             if last is not None and not last.forward and not self._is_unfinished:
                 if not forward:
-                    return last  # who fills a cache by hand may do so layer by layer, in pieces
+                    return last  # a cache may be filled by hand, layer by layer and in pieces
                 _check_equal_lengths(layers, attention_layers(layers))
             self.check(layers)
             begun = ForwardPass.of_this_thread(forward)
@@ -138,13 +138,13 @@ class ForwardPasses:
         finally:
             self._beginning.release()
 
-    # -- is all well? -----------------------------------------------------------------------------------------
+    # -- checks -----------------------------------------------------------------------------------------
 
     def check_thread(self) -> None:
         """Raise if another thread is using the cache.
 
         Raises:
-            TieredCacheError: one is in the middle of a forward pass, or of `generate`.
+            TieredCacheError: one is running a forward pass, or `generate`.
         """
         call, last = self._generating, self._pass
         if call is not None and call.thread_id != threading.get_ident() and call.is_running:
@@ -153,11 +153,11 @@ class ForwardPasses:
             raise _two_threads()
 
     def check(self, layers: Sequence[Any]) -> None:
-        """Raise unless the last pass, and the last call that changed all layers, came to their ends.
+        """Raise unless the last pass, and the last call that changed all layers, were completed.
 
         Raises:
-            TieredCacheError: they did not, or another thread is at it; the message says what to do.
-            UnsupportedModelError: the last update was left to an attention function that did not take it.
+            TieredCacheError: one was not, or another thread is running it; the message says what to do.
+            UnsupportedModelError: the attention function did not take the tokens of the last update.
         """
         last = self._pass
         if self._generating is not None:
@@ -176,7 +176,7 @@ class ForwardPasses:
         if not missing:
             self._all_seen = True
         elif last.call is not None and last.call.is_around(sys._getframe(1)):
-            # That call of `generate` has gone on, so the pass did not fail: the model has no use for these layers.
+            # That call of `generate` continues, so the pass did not fail: the model does not use these layers.
             self._never_updated |= missing
         elif last.is_running_elsewhere:
             raise _two_threads()
@@ -188,10 +188,10 @@ class ForwardPasses:
             )
 
     def check_changes(self) -> None:
-        """Raise if a change of all layers, which cannot be taken back, did not come to its end.
+        """Raise if a change of all layers that cannot be undone was not completed.
 
         Raises:
-            TieredCacheError: it did not: only a reset helps.
+            TieredCacheError: it was not; only a reset helps.
         """
         if self._changing is not None:
             raise TieredCacheError(
@@ -213,7 +213,7 @@ class ForwardPasses:
         return self._changing is not None or self._cropping is not None
 
     def _missing(self, last: ForwardPass, layers: Sequence[Any]) -> set[int]:
-        """Layers that a complete pass would have updated; none if it has changed nothing at all."""
+        """Return the layers that a complete pass would have updated; none if the pass changed nothing."""
         untouched = not last.updated and last.before == {i: layers[i].get_seq_length() for i in last.before}
         if untouched and not any(has_changed(layers[i], mark) for i, mark in last.states.items()):
             return set()
@@ -230,7 +230,7 @@ class ForwardPasses:
                 missing.add(layer_idx)
         return missing - self._never_updated
 
-    # -- what changes all layers --------------------------------------------------------------------------------
+    # -- changes of all layers --------------------------------------------------------------------------------
 
     def tokens_before(self, layer_idx: int, held_tokens: int) -> int:
         """Return the length of a layer once the last pass or the last crop is completed or undone."""
@@ -247,8 +247,7 @@ class ForwardPasses:
 
     @contextmanager
     def changing(self, what: str) -> Iterator[None]:
-        """Layers are being changed in a way that cannot be taken back: unless it comes to its end, only a reset
-        helps.
+        """Change all layers in a way that cannot be undone. If it is not completed, only a reset helps.
 
         Args:
             what: for the error message.
@@ -259,23 +258,23 @@ class ForwardPasses:
 
     @contextmanager
     def cropping(self, targets: Mapping[int, int]) -> Iterator[None]:
-        """Layers are being cropped to so many tokens each. That settles what was incomplete before."""
+        """Crop layers to these numbers of tokens. Completes a pass or crop that was incomplete."""
         self._cropping = dict(targets)
         yield
         self.settle()
 
     def unchanged(self) -> None:
-        """Forget a change of all layers that the first layer refused."""
+        """Take back the note of a change that the first layer refused."""
         self._changing = self._cropping = None
 
     def settle(self) -> None:
-        """All layers are in order."""
+        """Note that all layers are consistent."""
         self._pass = self._states_next = None
         self._changing = self._cropping = None
 
 
 class _Sized(threading.local):
-    """The passes for which a thread has asked the size of the mask."""
+    """The passes whose mask size a thread has asked for."""
 
     passes: weakref.ref[ForwardPasses] | None = None
 
@@ -284,8 +283,7 @@ _sized = _Sized()
 
 
 def announce_streaming() -> None:
-    """The mask that is being made is for the `"tiered"` attention, so the pass to come takes old tokens part by
-    part."""
+    """Note that the coming pass uses streaming attention, since its mask is made for the `"tiered"` attention."""
     passes = None if _sized.passes is None else _sized.passes()
     _sized.passes = None
     if passes is not None:
@@ -303,7 +301,7 @@ def _check_equal_lengths(layers: Sequence[Any], attention_layers: Sequence[int])
 
 
 def _check_taken(pending: Pending) -> None:
-    """Raise if the last update left tokens to an attention function that did not add them."""
+    """Raise if the attention function did not add the tokens of the last update."""
     if pending.done:
         return
     if pending.begun:
@@ -320,6 +318,6 @@ def _check_taken(pending: Pending) -> None:
 
 def _two_threads() -> TieredCacheError:
     return TieredCacheError(
-        "another thread is using this cache: one conversation is one thread's at a time. Give each thread a cache "
+        "another thread is using this cache, which serves one thread at a time. Give each thread a cache "
         "of its own (on one KVCacheManager they share their memory), or wait for the other one"
     )

@@ -46,9 +46,9 @@ def plan_streaming(
     query_tokens: int = 1,
     dtype: torch.dtype | None = None,
 ) -> StreamingL0:
-    """Return the accelerator memory that streaming attention takes at most, whatever the context's length.
+    """Return an upper bound of the accelerator memory for streaming attention, independent of the context length.
 
-    A short context takes less. Neither the model itself nor what PyTorch's attention kernels allocate inside is
+    A short context takes less. The model, and memory that PyTorch's attention kernels allocate internally, are not
     included.
 
     Args:

@@ -1,5 +1,4 @@
-"""Taking tokens back from all layers of a cache: what `crop` does, also after a forward pass that ended
-half-way."""
+"""Cropping of all layers of a cache, also after a forward pass that was not completed."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ def crop_layers(layers: Sequence[Any], tokens_to_remove: int, passes: ForwardPas
     held = {i: layer.get_seq_length() for i, layer in enumerate(layers) if isinstance(layer, CacheLayerMixin)}
     if passes.is_complete(layers):
         targets = {layer_idx: max(0, tokens - tokens_to_remove) for layer_idx, tokens in held.items()}
-        # Without anything to remove a layer may still have something to forget, if it records its past.
+        # A layer that records its past has tokens to drop even if nothing is removed.
         removals = {i: tokens_to_remove for i, layer in stock.items() if tokens_to_remove or records_past(layer)}
     else:
         targets = _targets(held, tokens_to_remove, passes)
@@ -55,7 +54,7 @@ def crop_layers(layers: Sequence[Any], tokens_to_remove: int, passes: ForwardPas
 
 
 def _targets(held: dict[int, int], tokens_to_remove: int, passes: ForwardPasses) -> dict[int, int]:
-    """Tokens that each layer keeps after a pass, or a crop, that was not complete."""
+    """Return the tokens that each layer keeps after an incomplete pass or crop."""
     if not tokens_to_remove:
         return {layer_idx: passes.tokens_before(layer_idx, tokens) for layer_idx, tokens in held.items()}
     length = max(0, next(iter(held.values())) - tokens_to_remove)

@@ -1,4 +1,4 @@
-"""Inspection of the layers that remain transformers' own: sliding, recurrent, indexed and others."""
+"""Inspection of layers that are transformers' own classes: sliding, recurrent, indexed and others."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
-# The tensors of a layer with a recurrent state, and how often each was written to.
+# The tensors of a layer with a recurrent state, and the version counter of each.
 StateMark = tuple[tuple["weakref.ref[torch.Tensor]", int], ...]
 
 
@@ -24,7 +24,7 @@ def recurrent_layers(layers: Sequence[Any]) -> list[int]:
 
 
 def indexer_tokens(layer: Any) -> int:
-    """Keys that a layer holds for its indexer."""
+    """Return the number of keys that a layer holds for its indexer."""
     keys = getattr(layer, "indexer_keys", None)
     return keys.shape[1] if isinstance(keys, torch.Tensor) and keys.ndim == 3 else 0
 
@@ -32,13 +32,13 @@ def indexer_tokens(layer: Any) -> int:
 def _states(layer: Any) -> list[torch.Tensor]:
     states: list[torch.Tensor] = []
     for value in vars(layer).values():
-        parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
-        states += [part for part in parts if isinstance(part, torch.Tensor)]
+        items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
+        states += [item for item in items if isinstance(item, torch.Tensor)]
     return states
 
 
 def state_mark(layer: Any) -> StateMark | None:
-    """Return a mark of a recurrent layer's state, for `has_changed`; `None` if its changes leave no trace."""
+    """Return a mark of a recurrent layer's state, for `has_changed`; `None` if changes cannot be detected."""
     states = _states(layer)
     if any(state.is_inference() for state in states):
         return None
@@ -46,7 +46,7 @@ def state_mark(layer: Any) -> StateMark | None:
 
 
 def has_changed(layer: Any, mark: StateMark | None) -> bool:
-    """Return true if a recurrent layer's state changed since, or if that cannot be seen."""
+    """Return true if a recurrent layer's state has changed since the mark, or if that cannot be detected."""
     states = _states(layer)
     if mark is None or len(mark) != len(states) or any(state.is_inference() for state in states):
         return True
@@ -63,17 +63,17 @@ def indexer_is_complete(layer: Any) -> bool:
 
 
 def records_past(layer: Any) -> bool:
-    """Return true if a layer keeps the tokens that it would drop until the next crop."""
+    """Return true if a layer keeps tokens outside its window until the next crop."""
     return bool(getattr(layer, "record_past", False))
 
 
 def why_not_back(layer: Any, tokens: int, torn: bool) -> str | None:
-    """Why a layer cannot be what it was before a forward pass that ended half-way; `None` when it can.
+    """Return the reason why a layer cannot undo an incomplete forward pass; `None` if it can.
 
     Args:
-        layer: not one of the tiered ones.
-        tokens: how many it would have to forget.
-        torn: whether that pass ended in the middle of its update.
+        layer: a layer that is not tiered.
+        tokens: number of tokens it would have to drop.
+        torn: true if that pass ended in the middle of its update.
     """
     if isinstance(layer, LinearAttentionCacheLayerMixin):
         return "it keeps a state"

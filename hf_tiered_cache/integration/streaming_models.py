@@ -1,10 +1,11 @@
-"""Architectures whose attention can stream old keys and values.
+"""Architectures that work with streaming attention.
 
-They pass on what the cache's `update` returned to the attention function as it is, which cannot be told from
-outside before a model has run. Each is run by the tests (tests/generation/test_streaming.py, test_more_models.py).
+They pass the tensors that the cache's `update` returned to the attention function unchanged. That cannot be
+checked before a model has run, so this is a list; the tests run each entry (tests/generation/test_streaming.py,
+test_more_models.py).
 
-Not among them: models that keep latents (MLA) or change K, V after the update (diffllama, jetmoe), whose layers
-share K, V (gemma3n, gemma4), that select keys by indices, or that compute attention themselves (bloom, mpt, xglm).
+Not in the list: architectures that cache latents (MLA), change K, V after the update (diffllama, jetmoe), share K,
+V among layers (gemma3n, gemma4), select keys by indices, or compute attention themselves (bloom, mpt, xglm).
 """
 
 STREAMING_MODELS = frozenset(

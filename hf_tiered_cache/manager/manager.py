@@ -31,13 +31,12 @@ from .window_adaptation import WindowAdaptation
 
 
 class KVCacheManager:
-    """Holds K and V of requests in tiers: the newest tokens on the accelerator, older blocks in storage.
+    """Stores K and V of requests in tiers: the newest tokens on the accelerator, older blocks in storage.
 
-    A request has layers; a layer has tokens, in order, for a batch of rows. Nothing is opened before the first
-    block leaves a window. Any number of threads may call: calls on one request wait for each other, calls on
-    different ones do not, and all share the tiers and their capacities. Calls block while storage is behind
-    (counted as stall). What went wrong in the background is raised by the next call that adds tokens, or by
-    `flush`.
+    A request has layers; a layer has tokens, in order, for a batch of rows. No file or thread is opened before the
+    first block leaves a window. Any number of threads may call. Calls on one request wait for each other, calls on
+    different requests do not, and all share the tiers and their capacities. Calls block while storage is behind,
+    which counts as a stall. An error in the background is raised by the next call that adds tokens, or by `flush`.
 
     ```python
     with KVCacheManager(TieredCacheConfig(window_tokens=4096)) as manager:
@@ -48,7 +47,7 @@ class KVCacheManager:
 
     Args:
         cache_config: settings as one object; the defaults when `None`.
-        memory_probe: tells an automatic window how much memory a device has; see `probe_memory`.
+        memory_probe: returns the memory of a device, for automatic windows; see `probe_memory`.
         engine_factory: makes the copy engine of a device.
         options: single settings, which override `cache_config`; see `TieredCacheConfig`.
 
@@ -88,7 +87,7 @@ class KVCacheManager:
 
     def close(self) -> None:
         """End threads, drop all requests, remove what was written. Blocks until calls of other threads have ended;
-        those that come later raise `CacheClosedError`. May be called twice."""
+        later calls raise `CacheClosedError`. May be called twice."""
         with self._closing:
             for request in self._request_table.close():
                 self._drop(request)
@@ -102,7 +101,7 @@ class KVCacheManager:
 
         Args:
             request_id: a new name.
-            seq_len: tokens it is expected to reach; buffers are sized for it as soon as they are needed.
+            seq_len: expected length in tokens; buffers are allocated for it when they are first needed.
 
         Raises:
             ConfigError: the name is taken, or `seq_len` is negative.
@@ -111,7 +110,7 @@ class KVCacheManager:
         self._request_table.register(self._request_table.create(request_id, parse_count(seq_len, "seq_len", 0)))
 
     def free(self, request_id: Hashable) -> None:
-        """Forget a request and delete its blocks, except those that a fork still needs.
+        """Drop a request and delete its blocks, except those that a fork shares.
 
         Raises:
             ConfigError: there is no such request.
@@ -140,7 +139,8 @@ class KVCacheManager:
                 raise
 
     def fork_layer(self, request_id: Hashable, layer_id: int, new_layer_id: int) -> None:
-        """Make a second layer of a request with the tokens of the first, blocks shared. None when it has none.
+        """Make a second layer of a request with the tokens of the first; blocks are shared. Without effect if the
+        first layer does not exist.
 
         Raises:
             ConfigError: there is no such request, or the new layer exists.
@@ -152,30 +152,30 @@ class KVCacheManager:
                 self._operations.fork(request.layers[layer_id], request, new_layer_id)
 
     def free_layer(self, request_id: Hashable, layer_id: int) -> None:
-        """Forget the tokens of one layer; without effect when it holds none."""
+        """Drop all tokens of one layer; without effect if it holds none."""
         with self._using(request_id) as request:
             layer = request.layers.pop(layer_id, None)
             if layer is not None:
                 self._operations.forget(layer)
 
     def batch_size(self, request_id: Hashable, layer_id: int) -> int | None:
-        """Rows of a layer's batch; `None` before its first `append`."""
+        """Return the batch size of a layer; `None` before its first `append`."""
         layer = self._request_table.find(request_id).layers.get(layer_id)
         return None if layer is None else layer.geometry.batch
 
     def tokens(self, request_id: Hashable, layer_id: int) -> int:
-        """Tokens that a layer holds; 0 before its first `append`. Does not wait for a call that runs."""
+        """Return the tokens of a layer; 0 before its first `append`. Does not wait for running calls."""
         layer = self._request_table.find(request_id).layers.get(layer_id)
         return 0 if layer is None else layer.count_tokens()
 
     def check_intact(self, request_id: Hashable, layer_id: int) -> None:
-        """Raise `TieredCacheError` if an interrupt has torn a layer, so that only `free` helps."""
+        """Raise `TieredCacheError` if an interrupt left a layer inconsistent, so that only `free` helps."""
         layer = self._request_table.find(request_id).layers.get(layer_id)
         if layer is not None:
             layer.check_intact()
 
     def overflows(self, request_id: Hashable, layer_id: int, new_tokens: int) -> bool:
-        """Return true if blocks of a layer have left its window, or will once this many tokens are added."""
+        """Return true if a layer has sealed blocks, or will have when this many tokens are added."""
         layer = self._request_table.find(request_id).layers.get(layer_id)
         if layer is None:
             return new_tokens > self.config.sink_tokens + self._window_sizing.tokens + self.config.block_tokens
@@ -184,7 +184,7 @@ class KVCacheManager:
     # -- data -------------------------------------------------------------------------------------------------
 
     def append(self, request_id: Hashable, layer_id: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Add tokens to a layer. What leaves its window is sealed and written in the background.
+        """Add tokens to a layer. Blocks that leave its window are sealed and written in the background.
 
         Args:
             request_id, layer_id: which layer.
@@ -192,8 +192,8 @@ class KVCacheManager:
             value: `[B, Hv, T, Dv]`, same batch, tokens, dtype and device.
 
         Raises:
-            ConfigError: the tensors do not fit each other or what the layer holds; nothing was added.
-            TierError: storage failed. The tokens that were sealed or are in the window so far stay.
+            ConfigError: the tensors do not fit each other or the layer; nothing was added.
+            TierError: storage failed. The tokens added so far stay.
         """
         with self._using(request_id, adds_tokens=True) as request:
             self._operations.append(self._layer(request, layer_id, key, value), key, value)
@@ -207,9 +207,9 @@ class KVCacheManager:
             request_id, layer_id, key, value: as for `append`.
 
         Returns:
-            K `[B, Hk, S, Dk]` and V `[B, Hv, S, Dv]`, views of reused buffers: valid until this thread's next
-            call, or another thread's on this request, and not to be written to. What was enqueued on the current
-            stream before that call may still read them.
+            K `[B, Hk, S, Dk]` and V `[B, Hv, S, Dv]`, views of reused buffers. Do not write to them. They are
+            valid until this thread's next call, or another thread's call on this request. Kernels that were
+            enqueued on the current stream before that call may still read them.
 
         Raises:
             ConfigError: as for `append`.
@@ -229,19 +229,20 @@ class KVCacheManager:
     ) -> torch.Tensor:
         """Add tokens to a layer and return their causal attention over all of its tokens.
 
-        K and V are taken a few blocks at a time through fixed buffers: accelerator memory does not depend on the
-        length of the sequence, and the result is exact; see `OnlineAttention`. Blocks while storage is behind.
+        K and V are read a few blocks at a time through buffers of fixed size, so accelerator memory does not
+        depend on the length of the sequence. The result is exact; see `OnlineAttention`. Blocks while storage is
+        behind.
 
         Args:
             request_id, layer_id, key, value: as for `append`.
             query: `[B, Hq, T, Dk]`, the queries of the same tokens; `Hq` is a multiple of the heads of K and V.
-            rule: scale, mask and the like.
+            rule: scale, mask, softcap and sinks; the defaults when `None`.
 
         Returns:
             `[B, T, Hq, Dv]` in query's dtype, or the rule's.
 
         Raises:
-            ConfigError: the tensors do not fit each other or what the layer holds; nothing was added.
+            ConfigError: the tensors do not fit each other or the layer; nothing was added.
             TierReadError: a block could not be read; nothing was added.
             TierError: storage failed while older tokens left the window; the tokens added so far stay.
         """
@@ -285,18 +286,18 @@ class KVCacheManager:
     def prefetch(
         self, request_id: Hashable, predicted_positions: torch.Tensor | Sequence[int] | None = None
     ) -> int:
-        """Start to load blocks for the layers that come next, in the order learnt so far, as many as there are
-        free buffers (at least `prefetch_layers`, per device). `update` and `fetch` find them on their way. Does
+        """Start to load blocks for the layers that come next, in the order learnt so far, for as many layers as
+        there are free buffers (at least `prefetch_layers`, per device). `update` and `fetch` use these loads. Does
         not block.
 
         Args:
             request_id: which request.
-            predicted_positions: 1-D, token indices, whose blocks are loaded; those in sink or window need no
-                load. `None`: the blocks that, going by how they were read so far, will be read with a
-                probability of at least `prefetch_threshold`.
+            predicted_positions: 1-D token indices, whose blocks are loaded; those in sink or window need no load.
+                `None`: the blocks whose probability of being read, by their history, is at least
+                `prefetch_threshold`.
 
         Returns:
-            For how many layers a load was started.
+            The number of layers for which a load was started.
         """
         with self._using(request_id) as request:
             longest = max((layer.tokens for layer in request.layers.values()), default=0)
@@ -304,14 +305,14 @@ class KVCacheManager:
             return self._lookahead.prefetch(request, positions)
 
     def evict(self, request_id: Hashable) -> int:
-        """Let a request leave the accelerator: seal every full block of its windows. Blocks on storage. Sink
-        tokens and the newest tokens that fill no block stay, and the request can be used as before.
+        """Take a request off the accelerator: seal every full block of its windows. Blocks on storage. Sink tokens
+        and the newest tokens that fill no block stay, and the request can be used as before.
 
         Returns:
-            How many blocks were sealed.
+            The number of blocks that were sealed.
 
         Raises:
-            TierError: storage failed; what was not sealed is still in the window.
+            TierError: storage failed; blocks that were not sealed are still in the window.
         """
         with self._using(request_id, adds_tokens=True) as request:
             return sum(self._windows.evict(layer) for layer in request.layers.values())
@@ -330,11 +331,11 @@ class KVCacheManager:
                 raise closed_error() from error
             raise
 
-    # -- changes of what is held --------------------------------------------------------------------------------
+    # -- changes of tokens --------------------------------------------------------------------------------
 
     def crop(self, request_id: Hashable, layer_id: int, tokens_to_remove: int) -> None:
-        """Remove the newest tokens of a layer. A crop into sealed blocks drops them whole and takes what remains
-        of the one on the border back into the window (blocks on its read).
+        """Remove the newest tokens of a layer. A crop into sealed blocks drops them, and puts the remaining tokens
+        of the last one back into the window (blocks on its read).
 
         Raises:
             ConfigError: `tokens_to_remove` is negative.
@@ -346,8 +347,8 @@ class KVCacheManager:
             self._operations.crop(layer, max(0, layer.tokens - tokens_to_remove))
 
     def select_rows(self, request_id: Hashable, layer_id: int, rows: Sequence[int] | np.ndarray[Any, Any]) -> None:
-        """Let batch row `i` of a layer be what row `rows[i]` was: reorders, repeats or drops rows. Moves the
-        window's data only; for sealed blocks a row map changes."""
+        """Replace batch row `i` of a layer by what row `rows[i]` was: reorder, repeat or drop rows. Copies the
+        window only; sealed blocks get another row map."""
         with self._using(request_id) as request:
             layer = request.existing_layer(layer_id)
             index = as_positions(rows, layer.geometry.batch, f"rows of a batch of {layer.geometry.batch}")
@@ -356,13 +357,13 @@ class KVCacheManager:
     # -- numbers ------------------------------------------------------------------------------------------------
 
     def stats(self) -> CacheStats:
-        """A snapshot of what the tiers hold and have done."""
+        """Return a snapshot of the tiers, their content and their traffic."""
         return snapshot(self._resources, self._window_sizing, list(layers_of(self._request_table.all())))
 
     # -- inside -----------------------------------------------------------------------------------------------
 
     def _check(self, adds_tokens: bool = False) -> None:
-        """No call after `close()`, and no new tokens before an earlier failure was heard."""
+        """Raise after `close()`; before tokens are added, raise an earlier error of the background."""
         if self.closed:
             raise closed_error()
         self._resources.check_process()
@@ -373,7 +374,7 @@ class KVCacheManager:
                 self._drop(self._request_table.remove(request_id))
 
     def _using(self, request_id: Hashable, adds_tokens: bool = False) -> AbstractContextManager[Request]:
-        """Work on a request, when nobody else does."""
+        """Provide a request with its lock held."""
         self._check(adds_tokens)
         return self._request_table.using(request_id)
 
@@ -386,7 +387,7 @@ class KVCacheManager:
         self._request_table.gone(request)
 
     def _layer(self, request: Request, layer_id: int, key: torch.Tensor, value: torch.Tensor) -> LayerState:
-        """The layer to which these tensors can be appended, made if it is the first time."""
+        """Return the layer to which these tensors can be appended; made on first use."""
         geometry = Geometry.of(key, value)
         check_layer_id(layer_id)
         layer = request.layers.get(layer_id)

@@ -41,7 +41,7 @@ from .sealing import Sealer
 
 logger = logging.getLogger(__name__)
 
-# Of what is free in host memory, and on L1's file system, when the user set no capacity.
+# Default capacities, as shares of free host memory and of free space on L1's file system.
 _DEFAULT_HOST_SHARE = 0.1
 _DEFAULT_DISK_SHARE = 0.8
 
@@ -51,11 +51,11 @@ EngineFactory = Callable[[torch.device, Metrics], CopyEngine]
 class Resources:
     """Engines, pipelines and tiers of one manager.
 
-    Tiers and threads come into being when the first block is sealed: a context that fits its window touches no
-    storage. Until then `residency`, `write_back` and `prefetcher` are `None`.
+    Tiers and threads are opened when the first block is sealed: a context that fits its window uses no storage.
+    Until then `residency`, `write_back` and `prefetcher` are `None`.
 
     Args:
-        config: settings; names and paths are checked at once.
+        config: settings; names and paths are checked immediately.
         engine_factory: makes the copy engine of a device.
 
     Raises:
@@ -85,10 +85,10 @@ class Resources:
         make_eviction_policy(config.eviction_policy, HeatTable(), config)
 
     def check_process(self) -> None:
-        """Raise in a child that was forked from the process which made this.
+        """Raise in a forked child of the process that made this object.
 
         Raises:
-            CacheClosedError: it was.
+            CacheClosedError: the calling process is another one.
         """
         if self._owner_pid != os.getpid():
             raise CacheClosedError(
@@ -96,7 +96,7 @@ class Resources:
             )
 
     def engine(self, device: torch.device) -> CopyEngine:
-        """The copy engine of a device."""
+        """Return the copy engine of a device."""
         engine = self._engines.get(device)
         if engine is None:
             with self._opening:
@@ -140,7 +140,7 @@ class Resources:
 
     @property
     def resident_blocks(self) -> int:
-        """Blocks that stay on accelerators beside the windows."""
+        """Resident blocks on all accelerators."""
         return sum(pipeline.resident.blocks for pipeline in list(self._pipelines.values()))
 
     def reader_pool(self, device: torch.device) -> ReaderPool:
@@ -165,7 +165,7 @@ class Resources:
         return lease.reader
 
     def step(self) -> None:
-        """A forward pass begins."""
+        """Begin a forward pass: advance the heat table, and start to balance the tiers."""
         for pipeline in list(self._pipelines.values()):
             pipeline.buffers.leave_for_ended_threads()
         if self.write_back is not None:
@@ -174,7 +174,7 @@ class Resources:
             self.write_back.balance_soon()
 
     def forget(self, layer: LayerState) -> None:
-        """A layer goes away: drop what is being loaded of it."""
+        """Cancel all loads of a layer that is about to be dropped."""
         if self.prefetcher is not None:
             self.prefetcher.discard(layer)
         for pool in list(self._reader_pools.values()):
@@ -219,7 +219,7 @@ class Resources:
         return WriteBack(residency, mover, self.metrics, self._background)
 
     def _open_each(self, undo: ExitStack) -> list[Tier]:
-        """The tiers from the nearest to the farthest, each to be closed again by `undo`."""
+        """Open the tiers, nearest first; `undo` closes them again."""
         config = self.config
         tiers: list[Tier] = []
 
@@ -242,14 +242,14 @@ class Resources:
         return tiers
 
     def flush(self) -> None:
-        """Wait until every block is in a tier and what nobody needs is deleted. Blocks.
+        """Wait until every block is in a tier and unused blocks are deleted. Blocks.
 
         Raises:
             TierError: a block could not be stored.
         """
         if self.write_back is not None:
             for pipeline in list(self._pipelines.values()):
-                # Loads that were given up hold blocks until their turn.
+                # Cancelled loads reference their blocks until their turn comes.
                 pipeline.worker.submit(lambda: None).result()
             self.write_back.flush()
 
@@ -264,8 +264,8 @@ class Resources:
         return directory.path
 
     def close(self) -> None:
-        """End threads, close tiers, remove directories. Blocks, but not for deletions of what goes with its
-        directory anyway. May be called twice, and from any thread.
+        """End threads, close tiers, remove directories. Blocks, but not until queued deletions are done, since the
+        directories are removed as a whole. May be called twice, and from any thread.
 
         Raises:
             TierError: a tier without a directory could not be cleared or closed; all else is closed.
@@ -277,7 +277,7 @@ class Resources:
                 self.residency.garbage.stop()
             self.closed = True
             _open_resources.discard(self)
-            # Backwards: first the threads that copy, then the one that writes, then the files.
+            # In reverse order: first the threads that copy, then the one that writes, then the files.
             for directory in self._directories:
                 closing.callback(directory.close)
             for tier in self.tiers.values():
@@ -293,12 +293,12 @@ class Resources:
                 closing.callback(pipeline.close)
 
     def close_elsewhere(self) -> None:
-        """Close from a new thread. For the garbage collector, which runs in the middle of anything: there it may
-        neither take a lock nor wait for a thread (so not even `threading` may start this one)."""
+        """Close in a new thread. For finalizers: the garbage collector may interrupt any code, so they may neither
+        take a lock nor wait for a thread. (`threading` would wait until the new thread has started.)"""
         _thread.start_new_thread(self._close_unasked, ())
 
     def _close_unasked(self) -> None:
-        """Close when nobody is there who could be told what goes wrong."""
+        """Close and log errors, as there is no caller to raise them to."""
         try:
             self.close()
         except Exception as error:
@@ -306,7 +306,7 @@ class Resources:
 
 
 def _close_tier(tier: Tier) -> None:
-    """Close a tier, and remove what it stores where that does not go with a directory."""
+    """Close a tier. Delete its blocks first, unless its directory is removed anyway."""
     with failures_as_tier_errors(f"{tier.name}: closing"):
         try:
             if not tier.needs_directory:

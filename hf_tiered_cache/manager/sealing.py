@@ -1,4 +1,4 @@
-"""The way of a block out of its window: packed on the accelerator, copied to the host, handed to the write-back.
+"""Sealing: a block leaves its window, is packed on the accelerator, copied to the host, and queued for write-back.
 
 compute stream:   window ──pack──▶ pack slot
 copy-out stream:                   pack slot ──▶ staging slot ──▶ write-back thread
@@ -53,12 +53,12 @@ class Sealer:
         )
 
     def seal_oldest(self, layer: LayerState) -> None:
-        """Move the oldest block of a layer's window into its table and start its way to storage.
+        """Move the oldest block of a layer's window into its table, and start its copy to storage.
 
-        Blocks only while all staging slots are in use, which is counted as a stall.
+        Blocks only while all staging slots are in use, which counts as a write stall.
 
         Raises:
-            TierError: storage failed and no slot will come free; window and table are unchanged.
+            TierError: storage failed, so that no slot will become free; window and table are unchanged.
         """
         layout = layer.geometry.layout(layer.block_tokens)
         with self._metrics.stall("write"):
@@ -66,7 +66,7 @@ class Sealer:
         try:
             with self._packing:
                 event, resident = self._pack_and_copy(layer.window, layout, slot.buffer[: layout.nbytes])
-        except BaseException:  # out of memory, say
+        except BaseException:  # out of memory, for example
             slot.pool.release(slot)
             raise
         with layer.changing:
@@ -82,7 +82,7 @@ class Sealer:
     def _pack_and_copy(
         self, window: WindowBuffer, layout: BlockLayout, target: torch.Tensor
     ) -> tuple[Event, torch.Tensor | None]:
-        """Copy the oldest block to the host, and on the device if it is to be resident there."""
+        """Start to copy the oldest block to the host, and keep a copy on the device if it should be resident."""
         with self._metrics.stall("write"):
             packed = self._pack.next(layout.nbytes)
         keys, values = layout.split(layout.over(packed, 1))

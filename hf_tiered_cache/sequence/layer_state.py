@@ -18,10 +18,10 @@ from .window import WindowBuffer
 
 
 def check_layer_id(layer_id: int) -> None:
-    """Raise unless this names a layer: a tensor, say, would be another name each time.
+    """Raise unless a layer id is an int. (Equal tensors, for example, are different dictionary keys.)
 
     Raises:
-        ConfigError: it is no int, Python's or numpy's.
+        ConfigError: it is neither a Python nor a numpy int.
     """
     if isinstance(layer_id, bool) or not isinstance(layer_id, (int, np.integer)):
         raise ConfigError(f"layer_id={layer_id!r} is {type(layer_id).__name__}: pass an int")
@@ -39,10 +39,10 @@ class LayerState:
         table: its sealed blocks.
         sink_tokens, block_tokens: as set.
 
-    Each of window and table changes in one assignment. Whoever changes both holds `changing`, for those who
-    count tokens from other threads, and sets `torn` meanwhile: an interrupt may strike in between, and then a
-    token may be in both or in neither. `streamed` says that attention streams it, so that nobody
-    needs it whole; `growing`, that its window was made larger and takes the newest blocks back.
+    Window and table each change in one assignment. Code that changes both holds `changing`, since other threads
+    count tokens, and sets `torn` meanwhile: if an interrupt strikes in between, a token may be in both or in
+    neither. `streamed` is true when streaming attention reads the layer, which then needs no gathered load.
+    `growing` is true while the window takes blocks back after it was made larger.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class LayerState:
         config: TieredCacheConfig,
         window_tokens: int,
     ) -> LayerState:
-        """A layer without tokens."""
+        """Make a layer without tokens."""
         window = WindowBuffer(engine, geometry, config.sink_tokens, window_tokens, config.block_tokens)
         return cls(layer_idx, window, BlockTable(namespace, layer_idx), config.sink_tokens, config.block_tokens)
 
@@ -88,13 +88,13 @@ class LayerState:
         return self.window.tokens + self.sealed_tokens
 
     def count_tokens(self) -> int:
-        """`tokens`, for a thread that does not hold the request's lock."""
+        """Return `tokens`, without the request's lock."""
         with self.changing:
             return self.tokens
 
-    def tokens_in(self, place: str) -> int:
-        """Tokens in sealed blocks whose nearest stored copy is in this tier."""
-        return sum(block.stored_in == place for block in self.table.blocks) * self.block_tokens
+    def tokens_in(self, tier: str) -> int:
+        """Return the tokens in sealed blocks whose nearest stored copy is in a tier."""
+        return sum(block.stored_in == tier for block in self.table.blocks) * self.block_tokens
 
     def check_intact(self) -> None:
         """Raise if an interrupt struck between window and table.
@@ -109,7 +109,7 @@ class LayerState:
             )
 
     def check_fits(self, new: Geometry, device: torch.device) -> None:
-        """Raise unless tokens of this shape, on this device, can follow those that are here.
+        """Raise unless tokens of this shape and device can be appended.
 
         Raises:
             ConfigError: they cannot.
@@ -127,7 +127,8 @@ class LayerState:
             )
 
     def select_rows(self, rows: Sequence[int] | np.ndarray[Any, Any]) -> None:
-        """Let batch row `i` be what row `rows[i]` was: moves the window, and only the row maps of the blocks."""
+        """Replace batch row `i` by what row `rows[i]` was. Copies the window; of sealed blocks only row maps
+        change."""
         index = np.asarray(rows, dtype=np.int64)
         content = self.window.with_rows(index)
         with self.changing:
@@ -137,7 +138,8 @@ class LayerState:
             self.torn = False
 
     def fork(self, namespace: str, layer_idx: int) -> LayerState:
-        """A second layer with the same tokens: shared blocks, which the caller counts, and a window of its own."""
+        """Return a second layer with the same tokens. The window is copied; the caller adds the references to the
+        shared blocks."""
         table = self.table.fork(namespace, layer_idx)
         twin = LayerState(layer_idx, self.window.copy(), table, self.sink_tokens, self.block_tokens)
         twin.streamed, twin.growing = self.streamed, self.growing

@@ -6,8 +6,8 @@
      |   shrinks   |      stays as it is     |   grows    ...
        at once ────────────────▶ ◀──────────── slowly
 
-Both kinds of change aim at the reserve in the middle. A window that shrinks has blocks to demote, one that
-grows takes blocks back; attention is exact in either case.
+Both changes aim at the reserve in the middle. A window that shrinks seals blocks, one that grows takes blocks
+back; attention is exact in either case.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from .window import ring_tokens
 
 logger = logging.getLogger(__name__)
 
-# Around the reserve, as a share of the memory: what is free may be so much more or less.
+# Free memory may differ from the reserve by this share of all memory before the window changes.
 TOLERANCE = 0.025
-# So many steps lie between a change and a growth, which goes by the least memory that was there meanwhile: it
-# goes up and down, and a window that grew by the best of what it saw would have to shrink again.
+# A window grows no sooner than this many steps after a change, by the least free memory in these steps. Free
+# memory fluctuates, and a window that grew by its maximum would have to shrink again.
 GROWTH_STEPS = 16
-# The first growth may reach this at once: as much as a window of fixed size keeps by default.
+# The first growth may reach this at once; it is the default of a fixed window.
 FIRST_GROWTH_TOKENS = 4096
-# How many layers a model is taken to have during its first forward pass, in which they come one by one.
+# Layers that a model is assumed to have during its first forward pass, which creates them one by one.
 ASSUMED_LAYERS = 128
 _REMEMBERED_CHANGES = 256
 
@@ -51,13 +51,13 @@ MemoryProbe = Callable[[torch.device], MemoryState]
 
 
 def probe_memory(device: torch.device) -> MemoryState:
-    """The memory of a device as it is now.
+    """Return the present memory of a device.
 
-    On CUDA: what the driver calls free (`torch.cuda.mem_get_info`, which counts other processes too), and what
-    PyTorch's caching allocator has reserved but not allocated. The allocator keeps what tensors gave up, so
-    the driver would never see a window that shrank; but it makes new tensors from that, and returns it to the
-    driver before it reports that memory is short. A limit of `torch.cuda.set_per_process_memory_fraction` is
-    respected.
+    On CUDA this is what the driver reports as free (`torch.cuda.mem_get_info`, which includes other processes),
+    plus what PyTorch's caching allocator has reserved but not allocated. The allocator keeps the memory of freed
+    tensors, so the driver does not see that a window shrank. It allocates new tensors from that memory, and
+    returns it to the driver before it reports out of memory. A limit of
+    `torch.cuda.set_per_process_memory_fraction` is respected.
 
     Elsewhere: the host's memory; see `available_bytes`.
     """
@@ -72,7 +72,7 @@ def probe_memory(device: torch.device) -> MemoryState:
 
 
 class WindowChange(NamedTuple):
-    """From this step on the window kept so many tokens."""
+    """A size of the window, and the step since which it holds."""
 
     step: int
     window_tokens: int
@@ -82,9 +82,9 @@ class WindowChange(NamedTuple):
 class _DeviceView:
     """Measurements of one device.
 
-    `claimable_bytes` is what windows could occupy if nothing were left free, in the last steps; it does not
-    depend on what they do occupy. `largest_tokens` is the largest window for which there is memory, or the
-    present one while there is no reason to change.
+    `claimable_bytes` holds, for the last steps, the memory that windows could occupy if nothing were left free; it
+    does not depend on their present size. `largest_tokens` is the largest window that fits, or the present one
+    while there is no reason to change.
     """
 
     first_step: int
@@ -96,32 +96,32 @@ class _DeviceView:
 
 
 class WindowGovernor:
-    """Decides how many tokens each window of a manager keeps. Every method may be called from any thread.
+    """Decides how many tokens each window of a manager keeps. Any thread may call.
 
-    There is one size for all devices: that of the device which has the least memory for it. What is judged is
-    the memory that would be free if all windows were as full as they may become, since a window may fill up
-    within one forward pass. What a forward pass allocates besides must fit into the reserve.
+    All devices share one size, that of the device with the least memory for it. The decision uses the memory that
+    would be free if all windows were full, since a window may fill up within one forward pass. Everything else
+    that a forward pass allocates must fit into the reserve.
 
     - **Shrinks** when less than the reserve minus 2.5 points would be free, at once, by as many blocks as bring
       the reserve back, down to `config.window_floor_tokens`.
     - **Grows** when more than the reserve plus 2.5 points would have been free in each of the last
       `GROWTH_STEPS` steps, and as many have passed since the last change, by as many blocks as leave the
-      reserve free, at most to twice its size and to `config.window_max_tokens`. A ring that moves to larger
-      memory is there twice for a moment, in which the reserve minus 2.5 points must still be free.
+      reserve free, at most to twice its size and to `config.window_max_tokens`. While a ring moves to larger
+      memory, both copies are allocated, and the reserve minus 2.5 points must still be free.
     - **Starts** at the floor, and may grow to `FIRST_GROWTH_TOKENS` as soon as a layer is known. In the first
-      step there are taken to be `ASSUMED_LAYERS` of them. When no layer is left it starts anew.
+      step `ASSUMED_LAYERS` layers are assumed. When no layer is left, it starts anew.
 
     Sizes are whole blocks, or the floor. With a fixed `config.window_tokens` nothing is probed.
 
     Args:
         config: bounds and reserve.
-        probe: asked for the memory of a device, at most once per step.
+        probe: returns the memory of a device; called at most once per step.
     """
 
     def __init__(self, config: TieredCacheConfig, probe: MemoryProbe = probe_memory) -> None:
         self._config = config
         self._probe = probe
-        self._lock = threading.RLock()  # a probe may look at the statistics
+        self._lock = threading.RLock()  # a probe may call stats()
         self._window_tokens = config.window_floor_tokens
         self._has_grown = False
         self._devices: dict[torch.device, _DeviceView] = {}
@@ -129,12 +129,12 @@ class WindowGovernor:
 
     @property
     def window_tokens(self) -> int:
-        """Tokens that windows should keep now."""
+        """The present size of windows, in tokens."""
         return self._window_tokens
 
     @property
     def changes(self) -> tuple[WindowChange, ...]:
-        """The window over time, oldest first: the start and all changes, of which the last 256 are kept."""
+        """The start and the changes of the size, oldest first; the last 256 are kept."""
         with self._lock:
             return tuple(self._changes)
 
@@ -147,21 +147,21 @@ class WindowGovernor:
         largest_bytes_per_token: int,
         held_bytes: int,
     ) -> int:
-        """Look at a device's memory and decide.
+        """Decide the size by a device's memory.
 
-        Call it when a step begins, and when layers came or went. A second call in a step does not probe, and
-        changes the window only when `bytes_per_token` became more.
+        Call it when a step begins, and when layers were added or removed. A second call in a step does not probe,
+        and changes the size only when `bytes_per_token` has grown.
 
         Args:
-            device: where the windows are.
+            device: of the windows.
             step: number of the forward pass.
-            bytes_per_token: K and V of one token in all tiered layers of all requests on this device, those to
-                come included as far as they are known. 0 when there are none any more.
-            largest_bytes_per_token: of these, in the one layer of one request where it is the most.
-            held_bytes: what the windows of these layers occupy now.
+            bytes_per_token: K and V of one token in all tiered layers of all requests on this device, including
+                layers that are known to come. 0 when none is left.
+            largest_bytes_per_token: the largest share of a single layer of one request in it.
+            held_bytes: present memory of the windows of these layers.
 
         Returns:
-            Tokens that windows should keep from now on.
+            The size of windows from now on, in tokens.
         """
         if self._config.window_tokens != "auto":
             return self._window_tokens
@@ -186,7 +186,7 @@ class WindowGovernor:
             return self._window_tokens
 
     def _largest_window(self, view: _DeviceView, largest_bytes_per_token: int) -> int:
-        """The largest window that a device has memory for, or the present one while that is good enough."""
+        """Return the largest window that fits on a device, or the present one if no change is needed."""
         now_tokens, reserve = self._window_tokens, self._config.memory_reserve
         full_bytes = self._memory_tokens(now_tokens) * view.bytes_per_token
         newest = view.claimable_bytes[-1]
@@ -214,25 +214,25 @@ class WindowGovernor:
         self._changes.append(WindowChange(step, window_tokens))
 
     def _forget(self, device: torch.device, step: int) -> None:
-        """No window is left on a device."""
+        """Drop a device on which no window is left."""
         self._devices.pop(device, None)
         if not self._devices:
             self._change(step, self._config.window_floor_tokens)
             self._has_grown = False
 
     def _memory_tokens(self, window_tokens: int) -> int:
-        """Tokens for which a layer has memory when a window of this size is full."""
+        """Return the tokens for which a layer has memory when a window of this size is full."""
         return self._config.sink_tokens + ring_tokens(window_tokens, self._config.block_tokens)
 
     def _window_within(self, view: _DeviceView, claimable_bytes: int, reserve: float) -> int:
-        """The largest window, within the bounds, that leaves a reserve when it is full."""
+        """Return the largest window, within the bounds, that leaves the reserve free when it is full."""
         usable_bytes = claimable_bytes - int(reserve * view.memory.total_bytes)
         one_block = self._config.block_tokens
         besides_tokens = self._memory_tokens(one_block) - one_block
         return self._allowed(usable_bytes // view.bytes_per_token - besides_tokens)
 
     def _allowed(self, window_tokens: int) -> int:
-        """The next smaller size that is whole blocks and within the bounds, or the floor."""
+        """Round a size down to whole blocks within the bounds, but not below the floor."""
         if self._config.window_max_tokens is not None:
             window_tokens = min(window_tokens, self._config.window_max_tokens)
         whole = window_tokens // self._config.block_tokens * self._config.block_tokens

@@ -1,4 +1,4 @@
-"""The requests of a manager: what each holds, and whose turn it is."""
+"""The requests of a manager, with their layers and locks."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from .layer_state import LayerState, check_layer_id
 
 
 class LayerOrder:
-    """The order in which a model updates its layers, as observed; layers may be skipped, and the last leads
-    to the first. Until a layer's successor was seen, it is taken to be the next higher layer."""
+    """The observed, cyclic order in which a model updates its layers. Layers may be skipped. Until a layer's
+    successor was observed, it is assumed to be the next higher layer."""
 
     def __init__(self) -> None:
         self._successor: dict[int, int] = {}
@@ -23,7 +23,7 @@ class LayerOrder:
         self.last: int | None = None
 
     def observe(self, layer_idx: int) -> bool:
-        """This layer is being updated. Whether a new forward pass has begun with it."""
+        """Note that a layer is being updated. Return true if a forward pass begins with it."""
         if self.last is not None:
             self._successor[self.last] = layer_idx
         self.last = layer_idx
@@ -34,7 +34,7 @@ class LayerOrder:
         return begins
 
     def following(self, layer_idx: int, known: Iterable[int]) -> Iterator[int]:
-        """The layers that come next, the nearest first, up to `layer_idx` itself."""
+        """Yield the layers that come next, the nearest first, up to `layer_idx` itself."""
         ascending = sorted({*known, layer_idx})
         seen: set[int] = set()
         current = layer_idx
@@ -50,13 +50,13 @@ class LayerOrder:
 
 @dataclass(eq=False)
 class Request:
-    """One sequence, or a batch of sequences of one length. Its lock guards all but the first three.
+    """One sequence, or a batch of sequences of equal length. `lock` guards all but the first three fields.
 
     Args:
         request_id: the user's name for it.
-        namespace: what its blocks are called in the tiers.
-        expected_tokens: length that its buffers are made for.
-        lock: held by whoever works on it.
+        namespace: prefix of its blocks' names in the tiers.
+        expected_tokens: length for which buffers are allocated.
+        lock: held by the thread that works on the request.
     """
 
     request_id: Hashable
@@ -69,7 +69,7 @@ class Request:
     order: LayerOrder = field(default_factory=LayerOrder)
 
     def existing_layer(self, layer_idx: int) -> LayerState:
-        """A layer that holds something, ready to be worked on by the calling thread.
+        """Return a layer that holds tokens, for use by the calling thread.
 
         Raises:
             ConfigError: there is no such layer.
@@ -84,15 +84,15 @@ class Request:
         return layer
 
     def block_namespace(self, layer_idx: int) -> str:
-        """A namespace for the blocks of a new layer, in which this layer never sealed any before: names of blocks
-        that a reset dropped may still be in use."""
+        """Return a new namespace for the blocks of a layer. After a reset, the names of dropped blocks may still
+        be in use."""
         made = self.layers_made[layer_idx]
         self.layers_made[layer_idx] += 1
         return self.namespace if made == 0 else f"{self.namespace}.{made}"
 
 
 class RequestTable:
-    """All requests by their names. Every method may be called from any thread.
+    """All requests by name. Any thread may call.
 
     Args:
         metrics: counts waits for locks.
@@ -109,7 +109,7 @@ class RequestTable:
         self._leaving: set[Request] = set()
 
     def create(self, request_id: Hashable, expected_tokens: int) -> Request:
-        """A new request, which nobody finds until it is registered.
+        """Make a request. It cannot be found before it is registered.
 
         Raises:
             ConfigError: the name is taken.
@@ -121,7 +121,7 @@ class RequestTable:
         return Request(request_id, namespace, expected_tokens, TimedLock(self._metrics))
 
     def register(self, request: Request) -> None:
-        """Let a request be found by its name.
+        """Make a request findable by its name.
 
         Raises:
             ConfigError: the name was taken meanwhile.
@@ -131,11 +131,11 @@ class RequestTable:
             self._requests[request.request_id] = request
 
     def find(self, request_id: Hashable) -> Request:
-        """The request of this name.
+        """Return the request of this name.
 
         Raises:
             ConfigError: there is none.
-            CacheClosedError: nor will there be one.
+            CacheClosedError: the manager is closed.
         """
         with self._lock:
             if self.closed:
@@ -146,11 +146,11 @@ class RequestTable:
 
     @contextmanager
     def using(self, request_id: Hashable) -> Iterator[Request]:
-        """The request of this name, with its lock held. Blocks while another thread works on it.
+        """Provide the request of this name, with its lock held. Blocks while another thread works on it.
 
         Raises:
             ConfigError: there is none, or it was freed while this waited.
-            CacheClosedError: so was the manager.
+            CacheClosedError: the manager is closed, or was closed while this waited.
         """
         request = self.find(request_id)
         with request.lock:
@@ -162,8 +162,8 @@ class RequestTable:
             yield request
 
     def is_idle(self, request: Request) -> bool:
-        """Return true if no thread still reads what its calls on this request returned: each has gone on to other
-        requests or has ended. Ask with the request's lock held."""
+        """Return true if no other thread can still be reading views of this request: each has called for another
+        request since, or has ended. Needs the request's lock."""
         mine = this_thread().reference
         for thread, last in list(self._last_used.items()):
             if thread() is None:
@@ -173,7 +173,7 @@ class RequestTable:
         return True
 
     def remove(self, request_id: Hashable) -> Request:
-        """Let a request not be found any more; who waits for it will be told. `gone` follows.
+        """Take a request out of the table; threads that wait for its lock get an error. Call `gone` afterwards.
 
         Raises:
             ConfigError: there is none.
@@ -186,7 +186,7 @@ class RequestTable:
             return request
 
     def gone(self, request: Request) -> None:
-        """A request that was removed holds nothing any more."""
+        """Note that a removed request has released everything."""
         with self._lock:
             self._leaving.discard(request)
             for thread, last in list(self._last_used.items()):
@@ -194,7 +194,7 @@ class RequestTable:
                     self._last_used.pop(thread, None)
 
     def close(self) -> list[Request]:
-        """Let no request be found or registered any more. Returns those that were there, or are about to go."""
+        """Empty the table for good. Returns the requests that were registered or are being removed."""
         with self._lock:
             self.closed = True
             requests = [*self._requests.values(), *self._leaving]
@@ -206,7 +206,7 @@ class RequestTable:
         self._abandoned.append(request_id)
 
     def abandoned(self) -> Iterator[Hashable]:
-        """The names noted, each once."""
+        """Take the names noted by `abandon`."""
         while self._abandoned:
             try:
                 yield self._abandoned.popleft()
@@ -214,7 +214,7 @@ class RequestTable:
                 return
 
     def all(self) -> list[Request]:
-        """All requests there are now."""
+        """Return all registered requests."""
         with self._lock:
             return list(self._requests.values())
 
@@ -235,6 +235,6 @@ def _no_request(request_id: Hashable) -> ConfigError:
 
 
 def layers_of(requests: Iterable[Request]) -> Iterator[LayerState]:
-    """All layers of all requests."""
+    """Yield all layers of all requests."""
     for request in requests:
         yield from list(request.layers.values())

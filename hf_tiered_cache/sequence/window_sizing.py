@@ -1,4 +1,4 @@
-"""All windows of a manager, and the size that each of them should have."""
+"""The windows of a manager, and their common size."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from .pressure import MemoryProbe, WindowChange, WindowGovernor
 
 
 class WindowSizing:
-    """All windows of a manager by device, for the governor of their size. Any thread may call.
+    """Tells the governor which windows each device holds. Any thread may call.
 
     Args:
-        config: says whether the size is fixed.
-        probe: of a device's memory.
+        config: fixed or automatic size, and its bounds.
+        probe: returns the memory of a device.
         metrics: counts waits.
     """
 
@@ -32,7 +32,7 @@ class WindowSizing:
 
     @property
     def tokens(self) -> int:
-        """Tokens that each window should keep."""
+        """The size that each window should have, in tokens."""
         return self._governor.window_tokens
 
     @property
@@ -41,7 +41,7 @@ class WindowSizing:
         return self._governor.changes
 
     def add(self, layer: LayerState, owner: str) -> None:
-        """There is one more layer, of a request."""
+        """Add a layer of a request."""
         if self.automatic:
             with self._lock:
                 self._layers[layer] = owner
@@ -49,14 +49,14 @@ class WindowSizing:
             self._observe()
 
     def remove(self, layer: LayerState) -> None:
-        """A layer went away."""
+        """Remove a layer."""
         if self.automatic:
             with self._lock:
                 self._layers.pop(layer, None)
             self._observe()
 
     def step(self) -> None:
-        """A forward pass begins: look at the memory."""
+        """Begin a forward pass: probe the memory."""
         self._steps += 1
         self._observe()
 
@@ -67,7 +67,7 @@ class WindowSizing:
             here = [(layer.window, owner) for layer, owner in layers if layer.window.device == device]
             per_token = [window.geometry.layout(1).nbytes for window, _ in here]
             largest = max(per_token, default=0)
-            # A request whose first forward pass is under way will have as many layers as the others.
+            # During its first forward pass a request will still get as many layers as the others have.
             layers_of = Counter(owner for _, owner in here)
             to_come = sum(max(layers_of.values()) - made for made in layers_of.values()) if here else 0
             self._governor.observe(
