@@ -27,7 +27,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class ResidentCopy:
-    """One block's bytes on the accelerator, flat uint8, complete after `ready`. Freed if doomed and unread."""
+    """One block's bytes on the accelerator, flat uint8, complete after `ready`.
+
+    Freed when it is doomed and has no readers.
+    """
 
     pool: DevicePool
     data: torch.Tensor
@@ -111,7 +114,7 @@ class DevicePool:
 
         Work that is enqueued on the copy-in stream inside the context may read the copies.
         """
-        if not self.capacity_bytes:  # no look-up for every piece that is read
+        if not self.capacity_bytes:  # saves a look-up for every piece that is read
             yield [None] * len(blocks)
             return
         with self._residency.changed:

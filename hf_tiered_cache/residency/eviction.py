@@ -227,8 +227,8 @@ class RandomPolicy(EvictionPolicy):
 class BeladyPolicy(EvictionPolicy):
     """The optimum, for comparison: keeps blocks that will be read soonest.
 
-    See L. A. Belady, IBM Systems Journal 5(2), 1966.
-    A block that was just read does not enter when all blocks in the tier will be read sooner.
+    A block that was just read does not enter when all blocks in the tier will be read sooner. (L. A. Belady, IBM
+    Systems Journal 5(2), 1966.)
     """
 
     acts_on_accesses = False

@@ -1,4 +1,4 @@
-"""Copies that are no longer needed, until they are deleted: a batch at a time, between other work.
+"""Deletion of copies that are no longer needed: a batch at a time, between other work.
 
 copy is dropped ──▶ waiting ──a batch──▶ deleted, its room is free
                        ▲         │

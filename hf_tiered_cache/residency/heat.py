@@ -49,7 +49,7 @@ _LAST_TOUCH = (1 << _TOUCH_BITS) - 1
 class HeatTable:
     """Accesses of all blocks of a cache, in 32 bytes per block. Not thread-safe: the caller holds a lock.
 
-    Time is counted in steps: forward passes, of any request. It is also a step of a group when a block of the
+    Time is counted in steps: forward passes, of any request. A step counts for a group, too, when a block of the
     group is sealed or read in it. Methods that take `slots`, an int64 array of any length, expect allocated slots;
     they are vectorised, and all but `remove` accept repeated slots.
 
@@ -228,8 +228,8 @@ class HeatTable:
     def idle(self, slots: Slots) -> Mask:
         """Return a mask of the blocks whose request seems to pause.
 
-        No block of the group was sealed or read for 4 times its usual interval, at least 8 and at most 256 steps.
-        So up to 64 requests may take turns.
+        No block of the group was sealed or read for 4 times the group's usual interval, at least 8 and at most 256
+        steps. So up to 64 requests may take turns.
 
         On mixes of four requests that pause, `pinned` reaches .92 to .98 of Belady's hits by this rule and .60 to
         .86 with 64 steps. 8 steps reach .94 to .99, but are too few once more than 8 requests take turns.

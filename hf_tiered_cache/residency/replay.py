@@ -252,7 +252,7 @@ class _Future:
                 upcoming[arguments] = _NEVER
 
     def after(self, index: int) -> Slots:
-        """Return them after a call, int64 by slot. Call in ascending order; each call overwrites them."""
+        """Return these indices after a call, int64 by slot. Call in ascending order; each call overwrites them."""
         if index in self._after:
             slots, next_read = self._after[index]
             self._next_read[slots] = next_read

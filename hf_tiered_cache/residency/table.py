@@ -160,7 +160,7 @@ class ResidencyTable:
         return missed
 
     def wait_for_reads(self, seconds: float) -> None:
-        """Let reads go first. Blocks, for `seconds` at most."""
+        """Wait until no read is under way, for `seconds` at most."""
         with self.changed:
             self.changed.wait_for(lambda: self._reading == 0, seconds)
 

@@ -23,7 +23,7 @@ from .io import Doing, TierFuture, TierIO, caused_by, failures_as_tier_errors
 logger = logging.getLogger(__name__)
 
 DELETED_TOGETHER = 128
-"""Blocks that are removed at a time: enough to keep storage busy, few enough that other work waits little."""
+"""Blocks that are removed at a time: enough to keep storage busy, few enough not to delay other work."""
 
 _TierClass = TypeVar("_TierClass", bound="type[Tier]")
 
@@ -342,7 +342,7 @@ class Tier(ABC):
         try:
             self._remove(key).result()
         except TierError as error:
-            logger.warning("%s; what the failed write left of it stays", error)
+            logger.warning("%s; parts that the failed write stored may remain", error)
         finally:
             self._give_back(key)
             self.forget(key)

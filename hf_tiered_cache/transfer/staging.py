@@ -53,7 +53,7 @@ class StagingPool:
         return bool(self._waiting)
 
     def acquire(self, nbytes: int, check: Callable[[], None] = lambda: None) -> StagingSlot:
-        """Take a slot of at least `nbytes`; in FIFO order. Blocks until there is one.
+        """Take a slot of at least `nbytes`. Blocks until there is one; threads are served in FIFO order.
 
         Args:
             nbytes: size needed.

@@ -48,8 +48,8 @@ class Task(Generic[T]):
         except BaseException as error:
             self._error = error
             self._end()
-            # The error refers to this frame and its callers': a cycle would keep alive all that the function
-            # holds.
+            # The error refers to this frame and its callers'. Break the cycle, which would keep alive all that the
+            # function holds.
             del self, function
         else:
             self._end()
