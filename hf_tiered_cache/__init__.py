@@ -1,4 +1,4 @@
-"""The KV cache in tiers: accelerator, local NVMe, bulk storage. Output as without the cache.
+"""A tiered KV cache: accelerator, local NVMe, bulk storage. The model's output does not change.
 
 ```python
 from hf_tiered_cache import TieredCache

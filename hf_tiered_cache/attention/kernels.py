@@ -1,10 +1,10 @@
-"""Attention over a part of the keys: output and log-sum-exp, from which results over several parts are merged.
+"""Attention over one split of K and V: output and log-sum-exp, from which the results of splits are merged.
 
-    part 1: K1, V1 ──▶ out1, lse1 ─┐
-    part 2: K2, V2 ──▶ out2, lse2 ─┴─▶ lse = log(e^lse1 + e^lse2),  out = e^(lse1-lse) out1 + e^(lse2-lse) out2
+    split 1: K1, V1 ──▶ out1, lse1 ─┐
+    split 2: K2, V2 ──▶ out2, lse2 ─┴─▶ lse = log(e^lse1 + e^lse2),  out = e^(lse1-lse) out1 + e^(lse2-lse) out2
 
 PyTorch's fused kernels return the log-sum-exp through their aten operators, which its ring attention uses in the
-same way. Which kernel runs is decided by what it is able to do, never by trying.
+same way. A kernel is chosen by what it supports, never by trying.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import torch
 
 from ..core.metrics import L0Account
 
-# Scores that the plain kernel holds at a time; queries beyond go through in pieces.
+# Scores that the matmul kernel holds at a time; more queries are processed in pieces.
 MATMUL_SCORE_ELEMENTS = 1 << 22
-# Keys and values that are converted at a time.
+# Bytes of keys and values that are converted at a time.
 CONVERTED_BYTES = 4 << 20
 
 Result = tuple[torch.Tensor, torch.Tensor]
@@ -31,8 +31,8 @@ class Scoring:
 
     Args:
         scale: factor on the scores.
-        softcap: then they are capped by `softcap * tanh(score / softcap)`.
-        bias: then it is added; `[N or 1, H or 1, R or 1, T]`, query's dtype, finite.
+        softcap: if given, the scores are then capped by `softcap * tanh(score / softcap)`.
+        bias: if given, it is added last; `[N or 1, H or 1, R or 1, T]`, query's dtype, finite.
         causal: row `i` sees keys `0 .. i` only; there are as many rows as keys.
     """
 
@@ -42,7 +42,7 @@ class Scoring:
     causal: bool = False
 
     def over(self, piece: tuple[slice, slice]) -> Scoring:
-        """The same for a piece of batch and heads."""
+        """Return the scoring of a piece of the batch and heads."""
         if self.bias is None:
             return self
         whole = slice(None)
@@ -59,8 +59,8 @@ class Problem:
         capability: CUDA compute capability; `(0, 0)` elsewhere.
         dtype: of query, key and value.
         key_dim, value_dim: widths of a head.
-        biased, softcap: whether the scores are.
-        flash: whether this PyTorch has the flash kernel of CUDA.
+        biased, softcap: whether the scores are biased, and whether they are capped.
+        flash: whether this PyTorch has CUDA's flash kernel.
     """
 
     device_type: str
@@ -91,9 +91,11 @@ class Problem:
 def _cpu_flash(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring, account: L0Account
 ) -> Result:
-    """In float32 also for half precision: the kernel rounds its output to query's dtype, and parts that were
-    rounded before they are merged are less exact than one kernel over everything. The conversion costs little (a
-    piece stays in the processor's cache)."""
+    """Run the CPU flash kernel, in float32 also for half precision.
+
+    The kernel rounds its output to the query's dtype, and splits that were rounded before they are merged are less
+    exact than one kernel over everything. The conversion costs little: a piece stays in the processor's cache.
+    """
     exact = torch.promote_types(query.dtype, torch.float32)
     if query.dtype is exact:
         return _run_cpu_flash(query, key, value, scoring)
@@ -139,7 +141,7 @@ def _cuda_efficient(
     tokens, bias = key.shape[-2], scoring.bias
     padded = None
     if bias is not None:
-        # The kernel reads bias rows in aligned vectors: it wants their memory padded to a multiple of 16.
+        # The kernel reads bias rows in aligned vectors: their memory must be padded to a multiple of 16.
         padded = bias.new_zeros(*bias.shape[:-1], -(-tokens // 16) * 16)
         padded[..., :tokens] = bias
         bias = padded[..., :tokens].expand(batch, heads, rows, tokens)
@@ -153,7 +155,7 @@ def _cuda_efficient(
 def _matmul(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring, account: L0Account
 ) -> Result:
-    """The definition, in float32 or better, a piece of the queries at a time."""
+    """Compute attention by its definition, in float32 or better, a piece of the queries at a time."""
     exact = torch.promote_types(query.dtype, torch.float32)
     batch, heads, rows, _ = query.shape
     tokens = key.shape[-2]
@@ -195,7 +197,7 @@ def _finish_scores(scores: torch.Tensor, piece: slice, scoring: Scoring) -> None
 
 @dataclass(frozen=True)
 class Kernel:
-    """A way to compute, and what it is able to do."""
+    """A function that computes attention, and a predicate for the problems that it supports."""
 
     name: str
     run: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Scoring, L0Account], Result]
@@ -231,7 +233,7 @@ def _cuda_efficient_able(problem: Problem) -> bool:
     )
 
 
-# The first that is able runs; the last is able to do everything.
+# The first kernel that supports the problem runs; the last supports all.
 KERNELS = (
     Kernel("cpu flash", _cpu_flash, _cpu_flash_able),
     Kernel("cuda flash", _cuda_flash, _cuda_flash_able),
@@ -241,27 +243,27 @@ KERNELS = (
 
 
 def kernel_for(problem: Problem) -> Kernel:
-    """The kernel that `attend` uses for a problem."""
+    """Return the kernel that `attend` uses for a problem."""
     return next(kernel for kernel in KERNELS if kernel.able(problem))
 
 
 def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring, account: L0Account
 ) -> Result:
-    """Attention of some queries over some keys, with what is needed to merge it with other parts.
+    """Compute the attention of queries over one split, with the log-sum-exp for merging it with others.
 
     Args:
         query: `[N, H, R, Dk]`.
         key: `[N, H, T, Dk]`, same dtype.
         value: `[N, H, T, Dv]`.
-        scoring: how scores are made.
-        account: told of memory that is used on the way; the kernels' own scratch is not counted.
+        scoring: the computation of the scores.
+        account: counts temporary memory, except the kernels' own scratch.
 
     Returns:
         Output `[N, H, R, Dv]`, in query's dtype or float32, and log-sum-exp `[N, H, R]` in float32 (float64 for
         float64 queries). New tensors.
     """
-    # Kernels take for granted that the elements of a head are adjacent.
+    # Kernels assume that the elements of a head are adjacent.
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
     assert key.shape[-2] and (not scoring.causal or query.shape[-2] == key.shape[-2])
     return kernel_for(Problem.of(query, value, scoring)).run(query, key, value, scoring, account)

@@ -1,7 +1,7 @@
-"""Exact attention over keys that come in parts, in any order, with memory that does not depend on their number.
+"""Exact attention over splits of K and V, in any order, with memory that does not depend on their number.
 
-The online softmax of Milakov and Gimelshein (arXiv 1805.02867), as flash-decoding splits it over the keys
-(https://pytorch.org/blog/flash-decoding): each part gives an output and a log-sum-exp, merged in float32.
+The online softmax of Milakov and Gimelshein (arXiv 1805.02867), split over the keys as in flash-decoding
+(https://pytorch.org/blog/flash-decoding): each split gives an output and a log-sum-exp, merged in float32.
 
 Query heads that share a K, V head are packed as query rows, so K and V are never repeated:
 
@@ -19,25 +19,26 @@ from ..core.metrics import L0Account, tensor_bytes
 from ..core.row_map import RowGroup, RowMap
 from .kernels import Result, Scoring, attend
 
-# Blocks are attended to as they lie while there are few query rows for each of their tokens; else their outputs,
-# one per block and row, would weigh more than a contiguous copy of K and V.
+# Blocks are read in place if they have at least this many tokens per query row. Otherwise their outputs, one per
+# block and row, would take more memory than a contiguous copy of K and V.
 _TOKENS_PER_ROW = 8
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionRule:
-    """Properties of a model's attention, which is causal.
+    """The properties of a model's causal attention.
 
     Args:
         scale: factor on the scores; `1 / sqrt(Dk)` when `None`.
-        softcap: the scores are then capped by `softcap * tanh(score / softcap)`.
-        sinks: `[Hq]`, for each head the score of a key without a value that takes part in the softmax (attention
+        softcap: if given, the scores are then capped by `softcap * tanh(score / softcap)`.
+        sinks: `[Hq]`, per head the score of a key without a value, which takes part in the softmax (attention
             sinks, arXiv 2508.10925).
-        mask: what may be seen: `[B or 1, 1 or Hq, 1 or Q, S]` for `Q` queries and a sequence of `S` tokens, bool
-            (`True` may be seen) or added to the scores. With a row for each of several queries it contains
+        mask: the visible tokens: `[B or 1, 1 or Hq, 1 or Q, S]` for `Q` queries and a sequence of `S` tokens, bool
+            (`True`: visible) or added to the scores. A mask with a row for each of several queries includes
             causality.
-        masked_tokens: if known, no token from this one on is masked, in a mask with one row for all queries.
-        dtype: to which queries, keys and values are rounded first, as `torch.autocast` does; `None`: not at all.
+        masked_tokens: in a mask with one row for all queries, no token from this one on is masked; `None` if that
+            is not known.
+        dtype: dtype to which queries, keys and values are rounded first, as by `torch.autocast`; `None` for none.
     """
 
     scale: float | None = None
@@ -49,7 +50,7 @@ class AttentionRule:
 
     @classmethod
     def of(cls, rule: AttentionRule | None) -> AttentionRule:
-        """A rule as it was given; plain causal attention when `None`.
+        """Return the given rule, or plain causal attention for `None`.
 
         Raises:
             ConfigError: it is something else.
@@ -74,7 +75,9 @@ class AttentionRule:
                 "it must be [B, Hq, T, D] of the same tokens, with heads a multiple of the key's"
             )
         if value.shape[1] != kv_heads:
-            raise ConfigError(f"{kv_heads} heads of keys and {value.shape[1]} of values cannot be attended to")
+            raise ConfigError(
+                f"key has {kv_heads} heads and value {value.shape[1]}: they must have the same number"
+            )
         allowed = ((1, batch), (1, heads), (1, queries), (tokens,))
         shape = (1, 1, 1, tokens) if self.mask is None else tuple(self.mask.shape)
         if len(shape) != 4 or any(size not in sizes for size, sizes in zip(shape, allowed, strict=True)):
@@ -85,17 +88,17 @@ class AttentionRule:
 
 
 class OnlineAttention:
-    """The attention of one layer's queries; feed it every part of K and V once, then `finish`.
+    """The attention of one layer's queries: add every split of K and V once, then call `finish`.
 
-    All work is enqueued on the current stream; nothing blocks. Used in a `with`, which keeps the account of the
+    All work is enqueued on the current stream; nothing blocks. Use it in a `with` block, which accounts for its
     memory.
 
     Args:
         query: `[B, Hq, Q, Dk]`, the newest `Q` tokens of the sequence.
         kv_heads: heads of K and V, a divisor of `Hq`.
         value_dim: `Dv`.
-        rule: how they attend.
-        account: told of every tensor that is allocated here.
+        rule: properties of the attention.
+        account: counts every tensor that is allocated here.
     """
 
     def __init__(
@@ -124,14 +127,14 @@ class OnlineAttention:
         self._account.add(self._held_bytes)
 
     def add(self, key: torch.Tensor, value: torch.Tensor, start: int, *, newest: bool = False) -> None:
-        """Take in tokens from position `start` on.
+        """Add K and V of the tokens from position `start` on.
 
         Args:
             key: `[B, Hkv, T, Dk]`.
             value: `[B, Hkv, T, Dv]`.
             start: position of the first of them.
-            newest: they are the queries' own tokens (`T == Q`), causal among themselves. All others must be older
-                than the queries.
+            newest: whether they are the queries' own tokens (`T == Q`), causal among themselves. All others must
+                be older than the queries.
         """
         bias = self._bias(start, key.shape[2])
         causal = newest and self._queries > 1 and not self._mask_is_causal
@@ -139,7 +142,7 @@ class OnlineAttention:
             if not causal and not self._mask_per_row:
                 self._merge(slice(None), slice(None), *self._attend(self._rows, key, value, bias))
                 return
-            for group in range(self._groups):  # here a row's number among its group matters
+            for group in range(self._groups):  # here a row's position in its group matters
                 rows = slice(group * self._queries, (group + 1) * self._queries)
                 own_bias = bias
                 if bias is not None and bias.shape[1] > 1:
@@ -147,7 +150,7 @@ class OnlineAttention:
                 self._merge(slice(None), rows, *self._attend(self._rows[:, :, rows], key, value, own_bias, causal))
 
     def add_blocks(self, keys: torch.Tensor, values: torch.Tensor, start: int, row_map: RowMap) -> None:
-        """Take in consecutive sealed blocks as they are stored, without a copy when there are few query rows.
+        """Add consecutive sealed blocks as they are stored, without a copy when there are few query rows.
 
         Args:
             keys: `[n, stored rows, Hkv, T, Dk]`.
@@ -175,15 +178,17 @@ class OnlineAttention:
                 self._add_stored_row(keys[:, stored], values[:, stored], group, bias)
 
     def finish(self) -> torch.Tensor:
-        """The result, `[B, Q, Hq, Dv]` in the rule's dtype or query's, contiguous; nothing can be added
-        afterwards."""
+        """Return the output `[B, Q, Hq, Dv]`, contiguous, in the rule's dtype or the query's.
+
+        Nothing can be added afterwards.
+        """
         if self._rule.sinks is not None:
             sinks = self._rule.sinks.to(self._lse.dtype).view(-1, self._groups)
             per_row = sinks.repeat_interleave(self._queries, dim=1)
             self._output.mul_(torch.sigmoid(self._lse - per_row).unsqueeze(-1))
         output = self._output.unflatten(2, (self._groups, self._queries)).permute(0, 3, 1, 2, 4)
         result = torch.empty(output.shape, dtype=self._dtype, device=output.device)
-        with self._account.temporary(result):  # from then on it is the model's
+        with self._account.temporary(result):  # the model owns it afterwards
             return result.copy_(output).flatten(2, 3)
 
     def __enter__(self) -> OnlineAttention:
@@ -196,7 +201,7 @@ class OnlineAttention:
     def _add_stored_row(
         self, keys: torch.Tensor, values: torch.Tensor, group: RowGroup, bias: torch.Tensor | None
     ) -> None:
-        """One stored row `[n, 1, Hkv, T, D]` that several batch rows read: their query rows side by side."""
+        """Add one stored row `[n, 1, Hkv, T, D]` for all batch rows that read it, query rows side by side."""
         rows = self._rows.index_select(0, group.index)  # [m, Hkv, R, Dk]
         if bias is not None:
             bias = bias.index_select(1, group.index).expand(-1, -1, -1, rows.shape[2], -1)  # [n, m, 1, R, T]
@@ -211,7 +216,7 @@ class OnlineAttention:
     def _attend_split(
         self, rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None
     ) -> Result:
-        """Query rows `[b, Hkv, R, Dk]` over blocks `[n, b, Hkv, T, D]`, which become one batch dimension."""
+        """Compute attention of rows `[b, Hkv, R, Dk]` over blocks `[n, b, Hkv, T, D]` as one batch dimension."""
         blocks = keys.shape[0]
         repeated = rows.expand(blocks, *rows.shape).flatten(0, 1)
         if bias is not None:
@@ -240,7 +245,7 @@ class OnlineAttention:
             return attend(rows, keys, values, scoring, self._account)
 
     def _merge(self, members: slice, rows: slice, output: torch.Tensor, lse: torch.Tensor) -> None:
-        """Join a part's result with what there is of some batch members and query rows."""
+        """Merge the result of a split into the running result of some batch members and query rows."""
         all_output, all_lse = self._output[members, :, rows], self._lse[members, :, rows]
         joined = torch.logaddexp(all_lse, lse)
         kept, added = (all_lse - joined).exp_(), (lse - joined).exp_()
@@ -250,12 +255,12 @@ class OnlineAttention:
             all_lse.copy_(joined)
 
     def _bias(self, start: int, tokens: int) -> torch.Tensor | None:
-        """The mask over some tokens as something finite to add to scores, `None` when it hides none of them."""
+        """Return the mask over some tokens as a finite bias on the scores, `None` if it hides none of them."""
         mask, masked_tokens = self._rule.mask, self._rule.masked_tokens
         if mask is None or (masked_tokens is not None and start >= masked_tokens):
             return None
         part = mask[..., start : start + tokens]
-        # Not -inf: a row without a visible key must stay a number. Half: kernels multiply it by log2(e).
+        # Not -inf, or a row without a visible key would become NaN. Half, because kernels multiply it by log2(e).
         lowest = torch.finfo(self._dtype).min / 2
         if part.dtype is torch.bool:
             return torch.zeros_like(part, dtype=self._dtype).masked_fill_(part.logical_not(), lowest)
@@ -270,5 +275,5 @@ def _side_by_side(states: torch.Tensor, row_map: RowMap | None) -> torch.Tensor:
 
 
 def _if_new(result: torch.Tensor, source: torch.Tensor) -> torch.Tensor | None:
-    """The result of an operation that may return a view, if it is none."""
+    """Return the result of an operation, or `None` if it is a view of its source."""
     return None if result.untyped_storage().data_ptr() == source.untyped_storage().data_ptr() else result

@@ -1,4 +1,4 @@
-"""Traces of stated distributions, on which eviction policies are compared. The same seed gives the same trace."""
+"""Random traces of stated distributions, to compare eviction policies. The same seed gives the same trace."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..residency.heat import Slots
 from ..residency.replay import RecordingTable, Trace
 
 _LAYERS = 4
-_SEAL_STEPS = 16  # a request seals a block per layer in every so many of its steps
+_SEAL_STEPS = 16  # a request seals a block per layer each time it has taken this many steps
 
 _READ_SHARE = 0.16
 _DRIFT = 0.02
@@ -36,23 +36,22 @@ Choice = Callable[[_Layer], Slots]
 
 
 def everything(layer: _Layer) -> Slots:
-    """Exact attention: all of them."""
+    """Return all of them, as in exact attention."""
     return np.arange(len(layer.slots))
 
 
 class Skewed:
-    """Selective attention, by chance: in each step 16 % of a layer's blocks are read.
+    """Random selective attention: in each step 16 % of a layer's blocks are read.
 
     Blocks are drawn without replacement, with weights `1 / (rank · (1 + distance))`: Zipf's law over a random
-    ranking, in which 2 % of the blocks change places in each step, times a preference for the newest. Of a choice,
-    a share are favourites, which stay for 50 steps on average; the others are drawn anew in each step.
+    ranking, in which 2 % of the blocks change places in each step, times a preference for the newest. A share
+    of each choice are favourites, which stay for 50 steps on average; the others are drawn anew in each step.
 
     Args:
-        random: source of chance.
-        favourites: their share. With 0.8, 83 % of a choice were in the one before, which is what was measured of
-            SmolLM2-135M.
-        leaving: probability that a favourite leaves, per step. With `favourites=1` and a large one, choices
-            depend on the last choice alone.
+        random: the random generator.
+        favourites: their share. With 0.8, 83 % of a choice were in the one before, as measured on SmolLM2-135M.
+        leaving: probability that a favourite leaves, per step. If it is large and `favourites=1`, choices depend
+            on the last choice alone.
     """
 
     def __init__(self, random: np.random.Generator, favourites: float = 0.8, leaving: float = 0.02) -> None:
@@ -88,7 +87,7 @@ class Skewed:
 
 
 class _Request:
-    """A sequence in decoding."""
+    """A sequence that is being decoded."""
 
     def __init__(self, table: RecordingTable, blocks: int, choose: Choice) -> None:
         self._table = table
@@ -100,7 +99,7 @@ class _Request:
             self._seal()
 
     def step(self) -> None:
-        """A forward pass of one token."""
+        """Run a forward pass of one token."""
         self._table.tick()
         self._steps += 1
         if self._steps % _SEAL_STEPS == 0:
@@ -120,7 +119,7 @@ class _Request:
 
 
 def decode(choose: Choice, blocks: int = 96, steps: int = 400) -> Trace:
-    """One request of 4 layers, which grow by a block in every 16 steps."""
+    """Return the trace of one request of 4 layers, which grow by a block every 16 steps."""
     table = RecordingTable()
     request = _Request(table, blocks, choose)
     for _ in range(steps):
@@ -129,10 +128,10 @@ def decode(choose: Choice, blocks: int = 96, steps: int = 400) -> Trace:
 
 
 def mix(random: np.random.Generator, choose: Choice, rounds: int = 400) -> Trace:
-    """Four requests of 4 layers and 24 to 72 blocks each; in a round each active one takes a step.
+    """Return the trace of four requests of 4 layers and 24 to 72 blocks each.
 
-    A request is active for 50 to 150 rounds and pauses for as many; after three periods another takes its place.
-    All of this is drawn uniformly.
+    In a round each active one takes a step. A request is active for 50 to 150 rounds and pauses for as many; after
+    three periods another takes its place. All of this is drawn uniformly.
     """
     table = RecordingTable()
     places = [_Place(table, random, choose) for _ in range(_REQUESTS)]
@@ -143,7 +142,7 @@ def mix(random: np.random.Generator, choose: Choice, rounds: int = 400) -> Trace
 
 
 class _Place:
-    """One request of a mix, and those that come after it."""
+    """One request of a mix, and its successors."""
 
     def __init__(self, table: RecordingTable, random: np.random.Generator, choose: Choice) -> None:
         self._table = table

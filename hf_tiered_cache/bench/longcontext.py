@@ -2,7 +2,7 @@
 
 `model`: a small random Llama (2 layers, 4 query and 2 KV heads of 64, float32: 2 KiB per token) reads a long
 prompt through `generate`, in chunks, and decodes. `manager`: K and V of a larger shape (4 layers, 8 KV heads of
-128, bfloat16: 16 KiB per token) are appended and decoded over without a model.
+128, bfloat16: 16 KiB per token) are appended and decoded without a model.
 
 The table gives, at several lengths, the size of K and V, the accelerator memory that the package has held at
 most, and how much the process's resident memory has grown since its first row. Limits: at the end L0 has held
@@ -48,7 +48,7 @@ _REQUEST = "bench"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of this benchmark."""
+    """Add the options of this benchmark."""
     parser.add_argument("--model-tokens", type=int, default=131_072, help="prompt of the model; 0: leave it out")
     parser.add_argument("--manager-tokens", type=int, default=262_144, help="tokens to append; 0: leave it out")
     parser.add_argument("--chunk", type=int, default=1024, help="prefill_chunk_size (default %(default)s)")
@@ -85,7 +85,7 @@ class Report:
         self.rows.append(Row(tokens, tokens * token_bytes, stats.peak_l0_bytes, rss - self.first_rss_bytes))
 
     def missed(self, dtype: torch.dtype) -> list[str]:
-        """Limits that were not kept."""
+        """Return the limits that were not kept."""
         first, last = self.rows[0], self.rows[-1]
         limits = {
             "L0 holds less than 5 % of K and V": last.peak_l0_bytes < _LIMIT * last.kv_bytes,
@@ -138,7 +138,7 @@ class _Journal(KVCacheManager):
 
     Args:
         directory: for the files.
-        check_from: attentions are checked once a layer has this many tokens.
+        check_from: outputs are checked once a layer has this many tokens.
         options: of `TieredCacheConfig`.
     """
 
@@ -249,7 +249,7 @@ def _run_manager(arguments: argparse.Namespace) -> Report:
                 milestones.pop(0)
             elif (piece + 1) * _PIECE_TOKENS > 1 << 15:
                 continue
-            # While it is cheap, after every piece: the window is then met in all its states.
+            # Decode after every piece while that is cheap, so that the window is seen in all its states.
             for _ in range(1 if milestones else arguments.steps):
                 outputs = [_decode(manager, layer, steps, device) for layer in range(_LAYERS)]
                 steps += 1
@@ -264,14 +264,14 @@ def _run_manager(arguments: argparse.Namespace) -> Report:
 
 
 def _decode(manager: KVCacheManager, layer: int, step: int, device: torch.device) -> torch.Tensor:
-    """One token of one layer; its query is drawn like K of a wider layer of that step."""
+    """Decode one token of one layer; its query is drawn like K of a wider layer of that step."""
     query = _random(layer, -(step + 1), _HEADS, 1)[0]
     key, value = _random(layer, -(step + 1), _KV_HEADS, 1)
     return manager.attend(_REQUEST, layer, query.to(device), key.to(device), value.to(device))
 
 
 def _random(layer: int, piece: int, heads: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V `[1, heads, tokens, D]`, the same each time; negative pieces are decode steps."""
+    """Return K and V `[1, heads, tokens, D]`, the same each time; negative pieces are decode steps."""
     generator = torch.Generator("cpu").manual_seed(((piece + 1_000_000) * _LAYERS + layer) * 64 + heads)
     keys, values = (
         torch.randn(1, heads, tokens, _DIM, generator=generator, device="cpu").bfloat16() for _ in range(2)
@@ -280,7 +280,7 @@ def _random(layer: int, piece: int, heads: int, tokens: int) -> tuple[torch.Tens
 
 
 def _everything(layer: int, pieces: int, steps: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """All K and V `[H, T, D]` that a layer was given, made anew; to the newest query their order means nothing."""
+    """Yield all K and V `[H, T, D]` of a layer, made anew; their order does not matter to the newest query."""
     for piece in [*range(pieces), *(-(step + 1) for step in range(steps))]:
         keys, values = _random(layer, piece, _KV_HEADS, _PIECE_TOKENS if piece >= 0 else 1)
         yield keys[0], values[0]
@@ -290,24 +290,26 @@ def _everything(layer: int, pieces: int, steps: int) -> Iterator[tuple[torch.Ten
 
 
 def _milestones(tokens: int) -> list[int]:
-    """32k, 64k, ... up to the whole length."""
+    """Return 32k, 64k, ... up to the whole length."""
     return [*(length for length in (1 << 15 << power for power in range(20)) if length < tokens), tokens]
 
 
 def _give_free_memory_back() -> None:
-    """glibc keeps freed memory for later: it would count as resident."""
+    """Return freed memory to the system: glibc keeps it, and it would count as resident."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def relative_error(output: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest difference, relative to the largest element."""
+    """Return the largest difference, relative to the largest element."""
     return ((output.cpu().double() - expected).abs().max() / expected.abs().max()).item()
 
 
 def reference(query: torch.Tensor, parts: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-    """Attention of one query `[Hq, D]` over K, V `[Hkv, T, D]` in parts, in float64, relative to the
-    highest score so far. `[Hq, D]`."""
+    """Compute the attention of one query `[Hq, D]` over parts of K, V `[Hkv, T, D]`, in float64: `[Hq, D]`.
+
+    Scores are taken relative to the highest one so far.
+    """
     heads, dim = query.shape
     exact = query.double()
     top = exact.new_full((heads, 1), -math.inf)

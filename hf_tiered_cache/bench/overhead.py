@@ -1,4 +1,4 @@
-"""The cost of TieredCache per decode step, against DynamicCache in the same process, in turns.
+"""The cost of TieredCache per decode step, against DynamicCache in the same process, in interleaved runs.
 
 Regime: a random Llama with the shape of a 135M-parameter model (30 layers, 9 query and 3 KV heads of 64), batch
 1, greedy. `fits` keeps the whole context in the window, so nothing is sealed: any ratio above 1 is bookkeeping.
@@ -25,12 +25,12 @@ from ._models import CACHE_ARGUMENT
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of this benchmark."""
+    """Add the options of this benchmark."""
     parser.add_argument("--context", type=int, default=1024, help="tokens of the prompt (default %(default)s)")
     parser.add_argument("--steps", type=int, default=64, help="decode steps per run (default %(default)s)")
     parser.add_argument("--pairs", type=int, default=7, help="pairs of runs (default %(default)s)")
     parser.add_argument("--layers", type=int, default=30, help="layers of the model (default %(default)s)")
-    parser.add_argument("--case", choices=("fits", "tiers"), help="only this one (default both)")
+    parser.add_argument("--case", choices=("fits", "tiers"), help="run only this case (default both)")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default %(default)s)")
     parser.add_argument("--dtype", default="float32", help="of the model (default %(default)s)")
 

@@ -3,8 +3,8 @@
 `overlap`: decode steps over layers whose blocks are in L1. A layer's computation is simulated by a sleep, which
 leaves the processor free as a GPU would. The limit is the slower of two runs: computation alone (everything in
 the window) and storage alone (the same reads, no sleeps). Three regimes: computation takes half of the storage's
-time, as long, and twice as long. Where nothing is said, the sleep comes after the attention; `slow attention` has
-half of it inside, spread over the parts as they arrive. With `few buffers` the limit is out of reach: what can be
+time, as long, and twice as long. By default the sleep comes after the attention; `slow attention` has half of it
+inside, spread over the splits as they arrive. With `few buffers` the limit is out of reach: what can be
 read during a computation is bounded by the buffers, here a quarter of a layer.
 
 `real attention`: the same, with the attention computed by the same processor that reads; the computation alone is
@@ -43,7 +43,7 @@ _SHORTEST_SLEEP_SECONDS = 5e-4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of this benchmark."""
+    """Add the options of this benchmark."""
     parser.add_argument("--context", type=int, default=32768, help="tokens while decoding (default %(default)s)")
     parser.add_argument("--prompt", type=int, default=16384, help="tokens of the prompt (default %(default)s)")
     parser.add_argument("--steps", type=int, default=6, help="decode steps per run (default %(default)s)")
@@ -95,7 +95,7 @@ class _Decoder:
         )  # the heads of a group packed, as transformers does
 
     def simulate(self, layer: int, attention_seconds: float = 0.0) -> None:
-        """The reads of streaming attention, and an attention that takes its time without a processor."""
+        """Run the reads of streaming attention, with sleeps in place of its computation."""
         sleeping: Any = _SleepingAttention(attention_seconds / self._arguments.context)
         with (
             self.manager._using(_REQUEST) as request,
@@ -104,7 +104,7 @@ class _Decoder:
             self.manager._operations.attend(request, request.layers[layer], self._key, self._key, sleeping, lease)
 
     def step_seconds(self, attend: Callable[[int], None], layer_seconds: float = 0.0) -> float:
-        """Time of a step over all layers, each of which also computes for some time; the mean over several."""
+        """Return the mean time of a step over all layers, each of which also computes for `layer_seconds`."""
         for layer in range(_LAYERS):
             attend(layer)  # learn the order, fill the buffers
         self._synchronize()
@@ -127,7 +127,7 @@ class _Decoder:
 
 
 class _SleepingAttention:
-    """Takes parts as `OnlineAttention` does. Short sleeps are put together: each costs a wake-up."""
+    """Takes splits as `OnlineAttention` does, but sleeps. Short sleeps are merged: each costs a wake-up."""
 
     def __init__(self, token_seconds: float) -> None:
         self._token_seconds = token_seconds

@@ -1,22 +1,23 @@
-"""Eviction policies on traces, against Belady's optimum, and what the heat table costs.
+"""Eviction policies on traces, against Belady's optimum, and the cost of the heat table.
 
 Each policy is replayed over one tier of some blocks, above a tier that holds the rest. Traces, of 4 layers each:
 
 - `exact`: one request reads all of its blocks, in a cycle, while it grows from 96 to 121 blocks per layer;
 - `selective`: 16 % of the blocks are read, of which 83 % were read in the step before: most are favourites that
   stay for 50 steps, the others are drawn by Zipf's law and nearness, anew in each step;
-- `mix, exact` and `mix, selective`: of four requests, those that are active take turns; they pause, and go;
-- `scattered` and `memoryless`, for comparison: half of the choice is drawn anew in each step; and each step keeps
-  78 % of the last choice, whichever these are, so that nothing but the last step says anything about the next.
+- `mix, exact` and `mix, selective`: of four requests, the active ones take turns; requests pause, and end;
+- `scattered`, for comparison: half of the choice is drawn anew in each step;
+- `memoryless`, for comparison: each step keeps 78 % of the last choice, whichever these are, so that only the last
+  step says anything about the next.
 
 `pinned` (the default in exact mode) and `heat` (in selective mode) run with the settings' protection and warm-up,
-the others as in textbooks, without: what is read always enters. Ratios are to Belady's hits, means over seeds;
-`worst` is the smallest ratio of the default. Limits: the defaults reach 0.95 of Belady on `exact`, and 0.85 on
-`selective` and the mixes.
+the others without, as in textbooks: a block that is read always enters. Ratios are to Belady's hits, means over
+seeds; `worst` is the smallest ratio of the default. Limits: the defaults reach 0.95 of Belady on `exact`, and 0.85
+on `selective` and the mixes.
 
 The heat table holds 1 million blocks of 80 layers; a touch and a query of one layer's blocks must take less than
-a millisecond together, as medians over layers and steps. What they take when all blocks are of one layer is told
-too.
+a millisecond together, as medians over layers and steps. The times with all blocks in one layer are
+reported, too.
 
 The command fails if a limit is missed; its last line is JSON.
 """
@@ -51,9 +52,9 @@ _HEAT_LIMIT_MILLISECONDS = 1.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of this benchmark."""
+    """Add the options of this benchmark."""
     parser.add_argument("--seeds", type=int, default=3, help="traces of each distribution (default %(default)s)")
-    parser.add_argument("--trace", action="append", default=[], metavar="FILE", help="replay this one instead")
+    parser.add_argument("--trace", action="append", default=[], metavar="FILE", help="replay this trace instead")
     parser.add_argument("--blocks", type=int, default=1_000_000, help="of the heat table (default %(default)s)")
     parser.add_argument("--layers", type=int, default=80, help="of the heat table (default %(default)s)")
 
@@ -63,11 +64,11 @@ class Case:
     """Traces of one distribution, and what is expected of them.
 
     Args:
-        make: a trace from a source of chance.
-        shares: capacities of the tier, as shares of the blocks that live at most.
+        make: makes a trace with a random generator.
+        shares: capacities of the tier, as shares of the largest number of blocks at a time.
         default: the policy that the cache would use.
-        limit: which share of Belady's hits it must reach.
-        by_chance: whether another source of chance gives another trace.
+        limit: share of Belady's hits that it must reach.
+        by_chance: whether another seed gives another trace.
     """
 
     make: Callable[[np.random.Generator], Trace]
@@ -98,7 +99,7 @@ class Row:
     replays: dict[str, list[Replay]] = field(default_factory=dict)
 
     def ratios(self, policy: str) -> list[float]:
-        """Hits against Belady's, per trace."""
+        """Return the ratio of hits to Belady's, per trace."""
         pairs = zip(self.replays[policy], self.replays[_OPTIMUM], strict=True)
         return [one.hits / optimum.hits if optimum.hits else 1.0 for one, optimum in pairs]
 
@@ -113,7 +114,7 @@ class Row:
         return self.case.limit is None or (self.worst is not None and self.worst >= self.case.limit)
 
     def result(self) -> dict[str, Any]:
-        """For the last line."""
+        """Return the row for the last line of output."""
         policies = {
             policy: {
                 "hit_rate": round(statistics.mean(one.hit_rate for one in replays), 4),
@@ -169,8 +170,10 @@ def compare(name: str, case: Case, share: float, traces: list[Trace]) -> Row:
 
 
 def heat_cost(blocks: int, layers: int, steps: int = 5) -> dict[str, float]:
-    """Median milliseconds to touch and to query the blocks of one layer, which lie as far apart in the table as
-    decoding leaves them."""
+    """Measure the median milliseconds to touch and to query the blocks of one layer.
+
+    The blocks are as far apart in the table as decoding leaves them.
+    """
     table = HeatTable()
     slots: list[list[int]] = [[] for _ in range(layers)]
     groups = [table.new_group() for _ in range(layers)]

@@ -1,4 +1,4 @@
-"""Sealed blocks: what they are called, how they lie in memory, where copies of them are, and which rows they hold.
+"""Sealed blocks: their names, their memory layout, the places of their copies, and the rows that they hold.
 
 One layer of one request:
 
@@ -6,8 +6,8 @@ One layer of one request:
     |<- sink ->|<- block 0 ->|<- block 1 ->| ... |<- block n-1 ->|<- window ->|
                 `---------------- the layer's BlockTable --------'
 
-A sealed block never changes. Reordering the batch changes only the table's row maps: which stored row a
-logical batch row reads.
+A sealed block never changes. Reordering the batch changes only the table's row maps, which say what stored
+row each batch row reads.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _BITS_BY_ITEMSIZE: dict[int, tuple[torch.dtype, type[np.unsignedinteger[Any]]]] 
     8: (torch.int64, np.uint64),
 }
 
-# Where a block is before it is in a tier.
+# The place of a block before a tier has stored it.
 STAGING = "staging"
 
 Bits = np.ndarray[Any, np.dtype[np.unsignedinteger[Any]]]
@@ -39,14 +39,14 @@ Bits = np.ndarray[Any, np.dtype[np.unsignedinteger[Any]]]
 def as_bits(tensor: torch.Tensor) -> Bits:
     """View a CPU tensor as a numpy array of unsigned integers of the same width; shares memory.
 
-    numpy has no bfloat16 and no float8, and storage needs none: it moves bits.
+    numpy has neither bfloat16 nor float8, and storage does not need them: it moves bits.
     """
     torch_bits, numpy_bits = _BITS_BY_ITEMSIZE[tensor.element_size()]
     return tensor.detach().view(torch_bits).numpy().view(numpy_bits)
 
 
 class BlockKey(NamedTuple):
-    """Names one sealed block for ever: a block sealed again after a crop has the next revision."""
+    """The permanent name of one sealed block; a block sealed again after a crop has the next revision."""
 
     namespace: str
     layer_idx: int
@@ -108,7 +108,7 @@ class BlockLayout:
 
 @dataclass(eq=False)
 class BlockCopy:
-    """One copy of a block in one place. Deleted when it is doomed and no read holds it.
+    """One copy of a block in one place. Deleted when it is doomed and nothing pins it.
 
     `origin` is the tier, or the staging buffer, that holds the copy.
     """
@@ -120,11 +120,11 @@ class BlockCopy:
 
 @dataclass(eq=False)
 class Block:
-    """A sealed block, shared by every table and load that counts in `references`.
+    """A sealed block, shared by the tables and loads that `references` counts.
 
     `copies` maps a place ("staging", "host", "L1", "L2") to the copy there, the nearest first. It is never empty
-    while the block is referenced; whoever changes it or `references` holds the lock of the residency. `slot` is
-    the block's in the heat table, -1 before it is there and afterwards. `leaving` has the places where a copy that
+    while the block is referenced. To change it or `references`, hold the lock of the residency table. `slot` is
+    the block's slot in the heat table, -1 before and after it has one. `leaving` has the places where a copy that
     is no longer in `copies` waits for its deletion: no new one may be written there until then. `resident` is the
     copy on the accelerator beside the window, if there is one.
     """
@@ -139,12 +139,12 @@ class Block:
 
     @property
     def stored_in(self) -> str | None:
-        """The nearest tier that has it; `None` while it is only in staging. Safe to ask without the lock."""
+        """The nearest tier that has it; `None` while it is only in staging. Safe to read without the lock."""
         return next((place for place in tuple(self.copies) if place != STAGING), None)
 
 
 class RowRun(NamedTuple):
-    """Blocks from `first_block` to the next run have one layout, and one map of rows."""
+    """The blocks from `first_block` to the next run, which have one layout and one row map."""
 
     first_block: int
     row_map: RowMap
@@ -174,7 +174,7 @@ class BlockTable:
         return len(self.blocks)
 
     def seal(self, layout: BlockLayout) -> Block:
-        """Append a new block, whose stored rows are the batch rows of now, and return it."""
+        """Append a new block, whose stored rows are the current batch rows, and return it."""
         block_idx = len(self.blocks)
         if self._runs and self._runs[-1].layout == layout:
             layout = self._runs[-1].layout  # one object, so that comparing the layouts of many blocks is cheap
@@ -187,7 +187,7 @@ class BlockTable:
         return block
 
     def truncate(self, keep_blocks: int) -> list[Block]:
-        """Drop all blocks from `keep_blocks` on and return them; the caller gives up their references."""
+        """Drop all blocks from `keep_blocks` on and return them; the caller drops their references."""
         dropped = self.blocks[keep_blocks:]
         for block in dropped:
             if block.key.namespace == self.namespace:
@@ -205,7 +205,7 @@ class BlockTable:
 
     @property
     def slots(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """The blocks' slots in the heat table."""
+        """The slots of the blocks in the heat table."""
         blocks = len(self.blocks)
         if self._slots_known < blocks:
             if len(self._slots) < blocks:
@@ -225,7 +225,7 @@ class BlockTable:
             first = last
 
     def fork(self, namespace: str, layer_idx: int) -> BlockTable:
-        """A second table over the same blocks, which the caller counts as referenced once more."""
+        """Return a second table over the same blocks; the caller adds a reference to each of them."""
         twin = BlockTable(namespace, layer_idx)
         twin.blocks = list(self.blocks)
         twin._runs = list(self._runs)

@@ -1,4 +1,4 @@
-"""Settings: one frozen object, validated when it is made, without any I/O."""
+"""Settings: one frozen object, validated when it is created, without any I/O."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ATTENTION_TILE_TOKENS = 16
 
 T = TypeVar("T")
 
-# Settings whose feature is not there yet, with the values that ask for nothing.
+# Settings of features that do not exist yet, with the values that leave them off.
 _NOT_YET: dict[str, tuple[Any, ...]] = {
     "selection": (None,),
     "top_blocks": (None,),
@@ -79,13 +79,13 @@ def parse_location(location: object, name: str) -> str:
 
 
 def _with_hints(settings: type[T]) -> type[T]:
-    """Let a dataclass of settings say what may have been meant by a keyword that it does not have."""
+    """Make a dataclass of settings suggest the closest name for an unknown keyword."""
     initialise: Any = vars(settings)["__init__"]
 
     @functools.wraps(initialise)
     def checked(self: Any, *values: object, **options: object) -> None:
         if values:
-            raise ConfigError(f"settings go as keywords: {settings.__name__}(window_tokens=4096), say")
+            raise ConfigError(f"pass settings as keywords, e.g. {settings.__name__}(window_tokens=4096)")
         known = {field.name for field in fields(self)}
         for name in options:
             if name not in known:
@@ -102,59 +102,59 @@ def _with_hints(settings: type[T]) -> type[T]:
 @_with_hints
 @dataclass(frozen=True, kw_only=True)
 class TieredCacheConfig:
-    """The limits of the tiers and the ways they move data.
+    """The settings of a cache: the limits of its tiers, and how they move data.
 
-    Numbers may be of any type, numpy's included, whole ones may be floats (`1e9`), and sizes and counts may be
-    text (`"4Ki"`). Each holds a plain `int`, `float` or `str` afterwards; paths are absolute, `~` expanded.
+    Numbers may be of any numeric type, numpy's included; whole numbers may be floats (`1e9`), and sizes and counts
+    may be text (`"4Ki"`). They are stored as plain `int`, `float` or `str`, and paths as absolute, `~` expanded.
 
     Args:
         window_tokens: newest tokens of each layer that always stay on the accelerator (L0). At least one block.
-            `"auto"`: as many as its memory allows just now, in whole blocks; see the next three.
+            `"auto"`: as many as its memory allows at the time, in whole blocks; see the next three.
         window_min_tokens, window_max_tokens: bounds of an automatic window, at least one block. Default: one
             block, and no upper bound.
         memory_reserve: share of the accelerator's memory that an automatic window leaves free, within 2.5
-            percentage points: below, it shrinks, above, it grows.
-        sink_tokens: first tokens of the sequence that stay on the accelerator as well.
+            percentage points: the window shrinks when less is free, and grows when more is.
+        sink_tokens: first tokens of the sequence, which stay on the accelerator as well.
         block_tokens: tokens per block, a multiple of 16. A block is the unit of every transfer.
-        prefetch_layers: how many layers ahead the old blocks are loaded. Each costs one buffer of a whole
-            layer on the accelerator; one more buffer belongs to the layer that is computing.
+        prefetch_layers: number of layers ahead for which old blocks are loaded. Each takes one buffer of a whole
+            layer on the accelerator; the layer that is computing takes one more.
         resident_capacity: bytes of accelerator memory (`int` or e.g. `"2GiB"`), per device, for older blocks that
             stay there beside the window.
         stream_buffers: buffers through which old blocks stream to attention
             (`attn_implementation="tiered"`), at least 2: one is read while the others are being loaded.
-        stream_buffer_size: bytes that each may reach (`int` or e.g. `"16MiB"`); at least one block fits in. Larger
-            buffers hide more of the storage's time behind the computation between two attentions. They grow with
+        stream_buffer_size: maximum bytes of each (`int` or e.g. `"16MiB"`), but at least one block. Larger buffers
+            hide more of the storage's time behind the computation between two attention calls. They grow with
             the context, up to the longest layer or this size.
-        concurrent_streams: how many threads may attend in this way at a time, per device, each through buffers
-            of its own; others wait for their turn. A second set of buffers is made when a second thread comes.
+        concurrent_streams: number of threads that may run streaming attention at a time, per device, each with
+            its own buffers; others wait. A second set of buffers is allocated when a second thread needs it.
         host_capacity: bytes of host memory for blocks, nearer than L1 (`int` or e.g. `"8GiB"`; page-locked on
-            CUDA), never exceeded; 0 turns it off. Default: a tenth of what is available when the first block
-            is written.
+            CUDA), never exceeded; 0 turns this tier off. Default: a tenth of what is available when the first
+            block is written.
         l1_path: existing directory on fast local storage. The cache works in a private directory below it and
             removes only that. Default: below `$HF_TIERED_CACHE_DIR`, or the system's temporary directory.
         l1_capacity: bytes that L1 may occupy (`int` or e.g. `"200GiB"`), never exceeded; 0 turns L1 off.
             Default: 80 % of what is free on the file system when the first block is written.
-        l1_io_mode: `"direct"` bypasses the page cache, `"buffered"` uses it, `"auto"` takes buffered reads
-            while L1 is small against the free memory and direct ones beyond.
+        l1_io_mode: `"direct"` bypasses the page cache, `"buffered"` uses it, `"auto"` uses buffered reads
+            while L1 is small compared with the free memory, and direct ones beyond.
         l2_url: existing directory for blocks that L1 has no room for. `None`: no L2.
         staging_blocks: host staging buffers (pinned on CUDA) for blocks on their way to storage.
-        eviction: policy that names the blocks which leave a tier first; see `register_eviction`. Default:
-            `"pinned"`, which in exact mode no other can beat.
-        high_watermark, low_watermark: when more than this share of a tier's capacity is occupied, its coldest
-            blocks are demoted one tier, in the background, until no more than the other share is.
-        protection_steps: a block that was read in the last so many steps (forward passes, of any request) is not
+        eviction: policy that chooses the blocks which leave a tier first; see `register_eviction`. Default:
+            `"pinned"`, which no other policy can beat in exact mode.
+        high_watermark, low_watermark: when more than the first share of a tier's capacity is occupied, its coldest
+            blocks are demoted one tier, in the background, until no more than the second share is.
+        protection_steps: a block that was read within this many steps (forward passes, of any request) is not
             demoted.
         warmup_steps: number of steps before blocks are demoted or promoted because of how often they were read.
-        prefetch_threshold: probability of being read from which on a block is loaded ahead of time, where the
-            blocks to come are not known for certain.
+        prefetch_threshold: blocks whose probability of being read is at least this are loaded ahead of time, where
+            it is not certain which blocks come next.
         l1_tier, l2_tier: storage implementations; see `register_tier`. Default: `"nvme"`, and `"zarr"` where there
-            is an `l2_url`. A tier that needs no directory is used without an `l2_url`, too.
-        l1_options, l2_options: options of the tier, by name; which there are, it knows itself. Read only.
+            is an `l2_url`. A tier that needs no directory can be used without an `l2_url`.
+        l1_options, l2_options: options of the tier, by name; each tier defines its own. Read only.
         mode: `"exact"`: every token takes part in attention.
-        selection, top_blocks, tolerance, verify: reserved; a value that asks for something is refused.
+        selection, top_blocks, tolerance, verify: reserved; values that turn them on are rejected.
 
     Raises:
-        ConfigError: a value makes no sense. The message says which and what to give instead.
+        ConfigError: a value is invalid. The message says which and what to give instead.
     """
 
     window_tokens: int | Literal["auto"] = 4096
@@ -217,7 +217,7 @@ class TieredCacheConfig:
         if self.block_tokens % ATTENTION_TILE_TOKENS:
             raise ConfigError(
                 f"block_tokens={self.block_tokens} is not a multiple of the attention tile of "
-                f"{ATTENTION_TILE_TOKENS} tokens: take 128 or 256, say"
+                f"{ATTENTION_TILE_TOKENS} tokens: take 128 or 256, for example"
             )
         self._check_window()
         self._check_residency()
@@ -272,7 +272,7 @@ class TieredCacheConfig:
     def _check_tiers(self) -> None:
         if self.l2_tier is None and "://" in self.l2_directory:
             raise ConfigError(
-                f"l2_url={self.l2_url!r}: give an existing directory, or the l2_tier that knows such a URL"
+                f"l2_url={self.l2_url!r}: give an existing directory, or an l2_tier that supports such URLs"
             )
         for name in ("l1_tier", "l2_tier"):
             tier = getattr(self, name)
@@ -282,7 +282,7 @@ class TieredCacheConfig:
             options = getattr(self, name)
             if not isinstance(options, Mapping) or not all(isinstance(option, str) for option in options):
                 raise ConfigError(f"{name}={options!r}: give a dict of options by name")
-            object.__setattr__(self, name, dict(options))  # the caller's may change
+            object.__setattr__(self, name, dict(options))  # the caller may change theirs
 
     def _fraction(self, name: str) -> float:
         value = getattr(self, name)
@@ -294,24 +294,24 @@ class TieredCacheConfig:
         return fraction
 
     def _set(self, name: str, value: object) -> None:
-        """Put a setting as it was meant in the place of what was given; while this object is being made."""
+        """Replace a setting by its parsed value, while this object is being created."""
         object.__setattr__(self, name, value)
 
     @property
     def window_floor_tokens(self) -> int:
-        """Tokens that the window holds at least."""
+        """The fewest tokens that the window holds."""
         if self.window_tokens == "auto":
             return self.block_tokens if self.window_min_tokens is None else self.window_min_tokens
         return self.window_tokens
 
     @property
     def eviction_policy(self) -> str:
-        """`eviction`, or the mode's own."""
+        """`eviction`, or the default of the mode."""
         return self.eviction or "pinned"
 
     @property
     def host_capacity_bytes(self) -> int | None:
-        """`host_capacity` in bytes, `None` when it was left open."""
+        """`host_capacity` in bytes, `None` if it is not set."""
         return None if self.host_capacity is None else parse_bytes(self.host_capacity, "host_capacity")
 
     @property
@@ -321,7 +321,7 @@ class TieredCacheConfig:
 
     @property
     def l1_capacity_bytes(self) -> int | None:
-        """`l1_capacity` in bytes, `None` when it was left open."""
+        """`l1_capacity` in bytes, `None` if it is not set."""
         return None if self.l1_capacity is None else parse_bytes(self.l1_capacity, "l1_capacity")
 
     @property
@@ -336,16 +336,18 @@ class TieredCacheConfig:
 
     @classmethod
     def from_options(cls, base: TieredCacheConfig | None, options: dict[str, Any]) -> TieredCacheConfig:
-        """Return `base` (default settings when `None`) with `options` put over it.
+        """Return `base` (default settings when `None`) with `options` applied.
 
         Raises:
-            ConfigError: an option does not exist, or makes no sense.
+            ConfigError: an option does not exist, or is invalid.
         """
         if base is not None and not isinstance(base, cls):
-            raise ConfigError(f"cache_config={base!r} is not a TieredCacheConfig; single settings go as keywords")
+            raise ConfigError(
+                f"cache_config={base!r} is not a TieredCacheConfig; pass single settings as keywords"
+            )
         return cls(**options) if base is None else replace(base, **options)
 
 
 def _is_one_of(value: object, *names: str) -> bool:
-    """Return true for text that is one of these; an array would be compared element by element."""
+    """Return true if the value is one of these texts. (Arrays would be compared element by element.)"""
     return isinstance(value, str) and value in names

@@ -1,7 +1,7 @@
 """The errors of the package.
 
     TieredCacheError
-    ├── ConfigError (ValueError)        a setting or an argument that makes no sense
+    ├── ConfigError (ValueError)        an invalid setting or argument
     ├── TierError (OSError)             a storage tier failed
     │   ├── TierFullError               no room left, nothing was lost
     │   └── TierReadError               a block could not be read back
@@ -10,7 +10,7 @@
     ├── UnsupportedModelError           this model, or this way of running it, cannot be tiered
     └── CacheClosedError                used after `close()`
 
-Each also inherits the builtin in brackets, so `except OSError` catches storage trouble.
+Each also inherits the builtin in brackets, so `except OSError` catches storage failures.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class TieredCacheError(Exception):
 
 
 class ConfigError(TieredCacheError, ValueError):
-    """A setting or an argument makes no sense; nothing was changed."""
+    """A setting or argument is invalid; nothing was changed."""
 
 
 class TierError(TieredCacheError, OSError):
@@ -29,7 +29,7 @@ class TierError(TieredCacheError, OSError):
 
 
 class TierFullError(TierError):
-    """A tier has no room left. What it was asked to store is still held where it was."""
+    """A tier has no room left. The block that it was to store is still held where it was."""
 
 
 class TierReadError(TierError):
@@ -45,7 +45,7 @@ class FingerprintMismatchError(TieredCacheError):
 
 
 class UnsupportedModelError(TieredCacheError):
-    """The model, or the way it is run, cannot be served by tiers."""
+    """The model, or the way it is run, cannot be tiered."""
 
 
 class CacheClosedError(TieredCacheError):

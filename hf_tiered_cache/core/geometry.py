@@ -1,4 +1,4 @@
-"""Shapes of K and V, and how they lie in a buffer."""
+"""Shapes of K and V, and their layout in a buffer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from .blocks import BlockLayout
 from .errors import ConfigError
 
-# What vectorised kernels and copies like a tensor to begin at.
+# The alignment that vectorised kernels and copies prefer.
 _ALIGNMENT_BYTES = 256
 
 
@@ -27,7 +27,7 @@ class Geometry:
 
     @classmethod
     def of(cls, key: torch.Tensor, value: torch.Tensor) -> Geometry:
-        """The geometry of these tensors.
+        """Return the geometry of these tensors.
 
         Raises:
             ConfigError: they are not a K and V of one layer.
@@ -49,7 +49,7 @@ class Geometry:
         return cls(key.shape[0], key.shape[1], key.shape[3], value.shape[1], value.shape[3], key.dtype)
 
     def layout(self, block_tokens: int) -> BlockLayout:
-        """The layout of a block of this shape."""
+        """Return the layout of a block of this shape."""
         return BlockLayout(
             self.batch,
             self.key_heads,
@@ -61,12 +61,12 @@ class Geometry:
         )
 
     def nbytes(self, tokens: int) -> int:
-        """Bytes of a buffer for `carve`."""
+        """Return the size in bytes of a buffer for `carve`."""
         keys, values = self._part_bytes(tokens)
         return keys + values
 
     def tokens_in(self, nbytes: int) -> int:
-        """Tokens for which a buffer of some bytes has room."""
+        """Return the number of tokens that fit in a buffer of this size."""
         per_token = self.nbytes(_ALIGNMENT_BYTES) // _ALIGNMENT_BYTES
         return max(0, nbytes - 2 * _ALIGNMENT_BYTES) // per_token
 
@@ -77,7 +77,8 @@ class Geometry:
             (self.batch, self.key_heads, tokens, self.key_dim),
             (self.batch, self.value_heads, tokens, self.value_dim),
         )
-        with torch.inference_mode(False):  # a change of dtype inside makes tensors that may not be mutated outside
+        # In inference mode, a change of dtype would give tensors that cannot be mutated outside of it.
+        with torch.inference_mode(False):
             keys, values = (
                 buffer[offset : offset + math.prod(shape) * self.dtype.itemsize].view(self.dtype).view(shape)
                 for offset, shape in zip((0, key_bytes), shapes, strict=True)
@@ -85,7 +86,7 @@ class Geometry:
         return keys, values
 
     def _part_bytes(self, tokens: int) -> tuple[int, int]:
-        """Bytes of K and V, each rounded up so that V begins aligned too."""
+        """Return the bytes of K and of V, each rounded up so that V is aligned too."""
         per_token = self.batch * tokens * self.dtype.itemsize
         keys, values = (
             per_token * size for size in (self.key_heads * self.key_dim, self.value_heads * self.value_dim)

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import psutil
 
-# What a container may use, and what it uses: of the second version of control groups, and of the first.
+# Memory limit and usage of a container, in version 2 and in version 1 of control groups.
 _CONTROL_GROUP_FILES = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
 _CONTROL_GROUPS = (Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/memory"))
 
 
 def available_bytes() -> int:
-    """Host memory that can be used without swapping, and within the limit of the container, if there is one.
+    """Return the host memory that can be used without swapping, within the limit of the container, if any.
 
     A container's usage counts the page cache too, so there this is a lower bound.
     """
@@ -25,7 +25,7 @@ def _left_in_container() -> list[int]:
     for group, (limit_name, usage_name) in zip(_CONTROL_GROUPS, _CONTROL_GROUP_FILES, strict=True):
         try:
             limit, usage = (int((group / name).read_text()) for name in (limit_name, usage_name))
-        except (OSError, ValueError):  # none of this version, or no limit ("max")
+        except (OSError, ValueError):  # not this version, or no limit ("max")
             continue
         left.append(max(0, limit - usage))
     return left

@@ -1,9 +1,9 @@
-"""Locks that tell how long their users waited and that Ctrl-C cannot break, and threads that can be told apart.
+"""Locks that count waiting times and that Ctrl-C cannot break, and tokens that identify threads.
 
 An interrupt (Ctrl-C) strikes between two bytecodes. A lock whose methods are written in Python, such as those of
-`threading.Condition` and `concurrent.futures`, may then stay taken for good. CPython looks for interrupts where a
-function begins, after a call and where a loop goes back, but not on the way into a `with` block. So a `with` on a
-lock that is written in C is safe, and so is one on these.
+`threading.Condition` and `concurrent.futures`, may then stay locked forever. CPython checks for interrupts where a
+function begins, after a call and where a loop jumps back, but not on entry to a `with` block. So `with` is safe on
+a lock that is written in C, and on the locks below.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from typing import Any
 
 from .metrics import Metrics
 
-# With the methods that `threading.Condition` relies on; type checkers do not know them, nor that it may be a base.
+# Has the methods that `threading.Condition` relies on. Type checkers know neither them nor that it can be a base.
 _RLock: Any = _thread.RLock
 
 
 class TimedLock(_RLock):
-    """A lock whose waits are counted. Not to be taken twice by one thread.
+    """A lock that counts how long threads wait for it. One thread must not take it twice.
 
-    Should an interrupt leave it taken, the thread that holds it by accident takes it over the next time that it
-    wants it. Leaving the `with` block is the base class's `__exit__`, which no interrupt can come before.
+    If an interrupt leaves it locked, the thread that still owns it takes it over when it next enters. A `with`
+    block ends in the base class's `__exit__`, before which no interrupt can strike.
 
     Args:
         metrics: where waits are counted.
@@ -37,7 +37,7 @@ class TimedLock(_RLock):
         self._metrics = metrics
 
     def __new__(cls, metrics: Metrics) -> Any:
-        """The base class wants no arguments."""
+        """Pass no arguments to the base class."""
         return super().__new__(cls)
 
     def __enter__(self) -> None:
@@ -50,24 +50,24 @@ class TimedLock(_RLock):
             raise
 
     def try_acquire(self) -> bool:
-        """Take the lock if no other thread has it: whether that succeeded. Never blocks."""
+        """Take the lock if no other thread has it, and return whether that succeeded. Never blocks."""
         return bool(self._is_owned() or _RLock.acquire(self, False))
 
     def release(self) -> None:
-        """Let go of the lock, if this thread has it."""
+        """Release the lock, if this thread has it."""
         if self._is_owned():
             _RLock.release(self)
 
 
 class TimedCondition(TimedLock):
-    """A lock with which to wait for what other threads do. Waiting for that is not counted."""
+    """A lock that is also a condition variable. Time spent in `wait` and `wait_for` is not counted."""
 
     def __init__(self, metrics: Metrics) -> None:
         super().__init__(metrics)
         self._sleepers: deque[threading.Lock] = deque()
 
     def wait(self, seconds: float | None = None) -> None:
-        """Let go of the lock until `notify_all`, or for so long at most; may return early. With the lock held."""
+        """Release the lock until `notify_all`, or for `seconds` at most; may return early. Requires the lock."""
         sleeper = threading.Lock()
         sleeper.acquire()
         self._sleepers.append(sleeper)
@@ -77,26 +77,29 @@ class TimedCondition(TimedLock):
             sleeper.acquire(timeout=-1 if seconds is None else seconds)
         finally:
             if not self._is_owned():
-                self._acquire_restore(state)  # which no interrupt ends
+                self._acquire_restore(state)  # no interrupt ends this
             if sleeper in self._sleepers:
                 self._sleepers.remove(sleeper)
 
     def wait_for(self, holds: Callable[[], bool], seconds: float) -> bool:
-        """Wait until something holds, for so long at most: whether it does. With the lock held."""
+        """Wait until `holds()`, for `seconds` at most, and return whether it does. Requires the lock."""
         end = time.monotonic() + seconds
         while not (done := holds()) and (left := end - time.monotonic()) > 0:
             self.wait(left)
         return done
 
     def notify_all(self) -> None:
-        """Wake everybody who waits. With the lock held."""
+        """Wake all waiting threads. Requires the lock."""
         while self._sleepers:
             self._sleepers.popleft().release()
 
 
 class ThreadToken:
-    """Stands for a thread and goes with it, whoever started the thread. Others hold its `reference`, which leads
-    nowhere once the thread has ended. (`Thread.is_alive` may be wrong after an interrupt.)"""
+    """A token that exists for as long as its thread, whoever started the thread.
+
+    Others hold its `reference`, which is dead once the thread has ended. (`Thread.is_alive` may be wrong after an
+    interrupt.)
+    """
 
     def __init__(self) -> None:
         self.reference: ThreadReference = weakref.ref(self)

@@ -14,7 +14,7 @@ from typing import Literal
 
 import torch
 
-# How far back rates look.
+# The period over which rates are averaged.
 _RATE_SECONDS = 10
 
 
@@ -29,8 +29,8 @@ class TierStats:
             blocks of the file system, in L2 the size before compression.
         capacity_bytes: the limit on `used_bytes`, `None` when there is none.
         bytes_written, bytes_read: traffic since the start. L0's is what was copied to and from the host.
-        blocks_served: blocks that attention read from this tier, which was the nearest that had them. L0's are
-            those that were resident beside the windows.
+        blocks_served: blocks that attention read from this tier, the nearest that had them. Those of L0 were
+            resident beside the windows.
     """
 
     tokens: float
@@ -63,18 +63,18 @@ class CacheStats:
         tiers: `"L0"`, `"host"`, `"L1"` and `"L2"`.
         blocks_sealed: blocks that left the window.
         blocks_demoted: blocks that moved from a tier to one below, or lost their copy in the upper one.
-        blocks_promoted: blocks of which a tier got a copy from one below.
-        swap_ins_per_second, swap_outs_per_second: blocks that went to the accelerator, and that left it, in the
-            last ten seconds.
+        blocks_promoted: blocks that were copied to a tier from one below.
+        swap_ins_per_second, swap_outs_per_second: blocks that were copied to the accelerator, and that left it,
+            over the last ten seconds.
         prefetch_hits: blocks whose load had been started before attention asked for them.
-        prefetch_misses: blocks whose load began only then.
+        prefetch_misses: blocks whose load began only when attention asked for them.
         read_stall_seconds: time the caller waited for blocks on their way in.
         write_stall_seconds: time the caller waited for a free staging buffer.
         lock_wait_seconds: time that threads waited for one another.
-        window_tokens: how long the windows are now.
-        window_changes: since when they had which length, as (step, tokens), a step being a forward pass.
-        l0_bytes, peak_l0_bytes: accelerator memory that the package holds, now and at most.
-        l1_io_mode: how L1 is read just now, `"direct"` or `"buffered"`; `None` before the first read.
+        window_tokens: current length of the windows.
+        window_changes: lengths over time, as (step from which on it held, tokens); a step is a forward pass.
+        l0_bytes, peak_l0_bytes: accelerator memory that the package holds, now and at its peak.
+        l1_io_mode: how L1 is read at present, `"direct"` or `"buffered"`; `None` before the first read.
     """
 
     sequence_tokens: int
@@ -139,7 +139,9 @@ class CacheStats:
 
 
 def _warn_of_old_name(old: str, new: str) -> None:
-    warnings.warn(f"{old} is called {new} now; the old name goes in the next release", FutureWarning, stacklevel=3)
+    warnings.warn(
+        f"{old} is now called {new}; the old name will be removed in the next release", FutureWarning, stacklevel=3
+    )
 
 
 def format_bytes(size: float) -> str:
@@ -193,7 +195,7 @@ class Metrics:
                     rate.add(amounts[name])
 
     def allocated_l0(self, delta_bytes: int) -> None:
-        """Account accelerator memory: positive when allocated, negative when given back."""
+        """Count accelerator memory: positive when allocated, negative when freed."""
         with self._lock:
             self._l0_bytes += delta_bytes
             self._peak_l0_bytes = max(self._peak_l0_bytes, self._l0_bytes)
@@ -227,7 +229,7 @@ class Metrics:
         tiers: Mapping[str, TierStats],
         l1_io_mode: str | None,
     ) -> CacheStats:
-        """Join the counters with what only the manager knows."""
+        """Combine the counters with the values that only the manager knows."""
         with self._lock:
             return CacheStats(
                 sequence_tokens=sequence_tokens,
@@ -260,12 +262,12 @@ class Metrics:
 
 
 class L0Account:
-    """Memory of a computation on one device: keeps the books of what PyTorch allocates, and scratch memory.
+    """The memory of a computation on one device: counts what PyTorch allocates, and holds scratch memory.
 
     Used by one thread at a time.
 
     Args:
-        metrics: where it counts as L0; `None` for nowhere.
+        metrics: where it is counted as L0; `None` for nowhere.
     """
 
     def __init__(self, metrics: Metrics | None = None) -> None:
@@ -273,13 +275,13 @@ class L0Account:
         self._scratch: dict[str, torch.Tensor | None] = {}
 
     def add(self, delta_bytes: int) -> None:
-        """Count bytes: positive when allocated, negative when given back."""
+        """Count bytes: positive when allocated, negative when freed."""
         if self._metrics is not None:
             self._metrics.allocated_l0(delta_bytes)
 
     @contextmanager
     def temporary(self, *tensors: torch.Tensor | None) -> Iterator[None]:
-        """Count tensors that were just made and go at the end of the context; `None` counts nothing."""
+        """Count tensors that were just allocated, until the end of the context; `None` counts nothing."""
         nbytes = tensor_bytes(*tensors)
         self.add(nbytes)
         try:
@@ -288,20 +290,22 @@ class L0Account:
             self.add(-nbytes)
 
     def scratch(self, name: str, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A contiguous, uninitialised tensor, in memory that the next call of this name uses again: a large tensor
-        allocated anew costs more than what is computed with it, page by page."""
+        """Return a contiguous, uninitialised tensor, in memory that the next call with this name reuses.
+
+        A newly allocated large tensor costs more, page by page, than what is computed with it.
+        """
         nbytes = math.prod(shape) * dtype.itemsize
         held = self._scratch.get(name)
         if held is None or held.numel() < nbytes or held.device != device:
             self.add(nbytes - tensor_bytes(held))
-            held = self._scratch[name] = None  # before there is a larger one
+            held = self._scratch[name] = None  # freed before a larger one is allocated
             with torch.inference_mode(False):  # it may be mutated in both modes
                 held = torch.empty(nbytes, dtype=torch.uint8, device=device)
             self._scratch[name] = held
         return held[:nbytes].view(dtype).view(shape)
 
     def close(self) -> None:
-        """Give the scratch memory up."""
+        """Free the scratch memory."""
         self.add(-tensor_bytes(*self._scratch.values()))
         self._scratch.clear()
 

@@ -22,7 +22,7 @@ class Registry(Generic[_Base]):
         kind: what the classes are, for error messages.
         base: the class that all of them extend.
         group: of the entry points.
-        offered: whether a class is one of those to choose from.
+        offered: whether `names` lists a class.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Registry(Generic[_Base]):
         return decorate
 
     def get(self, name: str) -> type[_Base]:
-        """The class of a name.
+        """Return the class of a name.
 
         Raises:
             ConfigError: there is none, or its package cannot be loaded.
@@ -69,7 +69,7 @@ class Registry(Generic[_Base]):
         return self.classes[name]
 
     def names(self) -> list[str]:
-        """The names to choose from, those of installed plug-ins included, which this does not load."""
+        """Return the names to choose from, those of installed plug-ins included, without loading them."""
         installed = entry_points(group=self._group).names - self.classes.keys()
         return sorted({*installed, *(name for name, known in self.classes.items() if self._offered(known))})
 

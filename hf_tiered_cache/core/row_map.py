@@ -12,7 +12,7 @@ import torch
 
 @dataclass(frozen=True, eq=False)
 class RowGroup:
-    """The batch rows `members` that read one stored row; `index` is the same on a device."""
+    """The batch rows `members` that read one stored row; `index` holds them on a device."""
 
     stored_row: int
     members: list[int]
@@ -20,10 +20,10 @@ class RowGroup:
 
 
 class RowMap:
-    """For each batch row the stored row that it reads. Never changes.
+    """The stored row that each batch row reads. Immutable.
 
-    Its tensors on a device are made once for each stream that computes with them: on a stream of their own, the
-    others would have to wait for it.
+    Its tensors on a device are made once for each stream that computes with them. Tensors shared by all streams
+    would make the others wait for the stream that made them.
 
     Args:
         rows: 1-D.
@@ -40,18 +40,18 @@ class RowMap:
         return self._ascending and len(self.rows) == stored_rows
 
     def select(self, rows: Sequence[int] | np.ndarray[Any, Any]) -> RowMap:
-        """Batch row `i` reads what row `rows[i]` of this map reads."""
+        """Return a map in which batch row `i` reads what row `rows[i]` of this map reads."""
         return RowMap(self.rows[np.asarray(rows)])
 
     def index(self, device: torch.device) -> torch.Tensor:
-        """The map, int64, for what is computed on the current stream of a device."""
+        """Return the map as an int64 tensor, for use on the current stream of a device."""
         key = _stream_of(device)
         if key not in self._indices:
             self._indices[key] = index_on(self.rows, device)
         return self._indices[key]
 
     def groups(self, device: torch.device) -> list[RowGroup]:
-        """The batch rows by the stored row that they read, for what is computed on a device's current stream."""
+        """Return the batch rows by the stored row that they read, for use on the current stream of a device."""
         key = _stream_of(device)
         if key not in self._groups:
             order = np.argsort(self.rows, kind="stable")
@@ -66,8 +66,10 @@ class RowMap:
 
 
 def index_on(rows: np.ndarray[Any, Any], device: torch.device) -> torch.Tensor:
-    """An index tensor on a device, for its current stream. The host does not wait for the copy, if pages can be
-    locked."""
+    """Return an index tensor for the current stream of a device.
+
+    The host does not wait for the copy, if pages can be locked.
+    """
     with torch.inference_mode(False):
         index = torch.from_numpy(np.asarray(rows, np.int64))
         if device.type != "cuda":

@@ -1,6 +1,6 @@
 """Conversion of numbers, sizes and paths, as users give them, to plain Python values.
 
-Everything here raises `ValueError` with the reason; who knows the name of the setting says the rest.
+Every function raises `ValueError` with the reason; the caller adds the name of the setting.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NUMBER_AND_UNIT = re.compile(r"\s*([+-]?\d+(?:\.\d+)?(?:[eE][+-]?\d{1,2})?)\s*(
 
 
 def as_number(value: object) -> int | float:
-    """A Python, numpy or torch number, or an array of no dimension, as a finite `int` or `float`."""
+    """Convert a Python, numpy or torch number, or a zero-dimensional array, to a finite `int` or `float`."""
     try:
         if getattr(value, "ndim", None) == 0:
             value = value.item()  # type: ignore[attr-defined]
@@ -36,12 +36,12 @@ def as_number(value: object) -> int | float:
 
 
 def as_count(value: object) -> int:
-    """A whole number of any type (`1e9` too), or text such as `"4096"`, `"4K"` (4,000) or `"4Ki"` (4,096)."""
+    """Convert a whole number of any type (`1e9` too), or text: `"4096"`, `"4K"` (4,000) or `"4Ki"` (4,096)."""
     return _whole(value, _COUNT_UNITS)
 
 
 def as_bytes(value: object) -> int:
-    """A whole number of bytes, or text such as `"6GiB"` or `"6Gi"` (binary), `"200 GB"` or `"200G"` (decimal)."""
+    """Convert a whole number of bytes, or text: `"6GiB"` or `"6Gi"` (binary), `"200 GB"` or `"200G"` (decimal)."""
     return _whole(value, _BYTE_UNITS)
 
 
@@ -49,10 +49,10 @@ def _whole(value: object, units: dict[str, int]) -> int:
     if isinstance(value, str):
         match = _NUMBER_AND_UNIT.fullmatch(value)
         if match is None or match[2].upper() not in units:
-            raise ValueError("it does not read as a number with a unit")
+            raise ValueError("it is not a number with a unit")
         factor = units[match[2].upper()]
         amount = Decimal(match[1]) * factor
-        # "1.1GiB" may end within a byte; "0.5" means nothing.
+        # "1.1GiB" may end within a byte, which is dropped; "0.5" is an error.
         if amount != int(amount) and (factor == 1 or abs(amount) < 1):
             raise ValueError("it is not a whole number")
         return int(amount)
@@ -63,9 +63,9 @@ def _whole(value: object, units: dict[str, int]) -> int:
 
 
 def as_location(location: object) -> str:
-    """A path made absolute, `~` expanded, or a URL as it is; one with `file://` becomes a path.
+    """Make a path absolute and expand `~`; leave a URL as it is, but turn `file://` into a path.
 
-    Looks at the working directory and the user's home directory, and at nothing else.
+    Reads the working directory and the user's home directory, and nothing else.
     """
     if (
         not isinstance(location, (str, os.PathLike))
@@ -74,11 +74,11 @@ def as_location(location: object) -> str:
     ):
         raise ValueError("it is not a path")
     if "\0" in text:
-        raise ValueError("a path holds no zero byte")
+        raise ValueError("a path cannot contain a zero byte")
     if text.startswith("file://"):
         path = text.removeprefix("file://").removeprefix("localhost")
         if not path.startswith("/"):
-            raise ValueError("a file:// URL has an absolute path of this machine: 'file:///data/blocks', say")
+            raise ValueError("a file:// URL must have an absolute local path, e.g. 'file:///data/blocks'")
         return unquote(path)
     if "://" in text:
         return text
@@ -86,7 +86,7 @@ def as_location(location: object) -> str:
     if expanded.startswith("~"):
         raise ValueError(f"there is no such user; for a directory of that name give './{text}'")
     try:
-        # Not normalised: behind a symbolic link, ".." leads elsewhere than to where the link is.
+        # Not normalised: after a symbolic link, ".." is the parent of its target, not of the link.
         return str(Path(expanded).absolute())
     except OSError as error:
         raise ValueError(f"the working directory is gone, so give an absolute path ({error})") from error

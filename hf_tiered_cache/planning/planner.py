@@ -17,13 +17,13 @@ from ..transfer.staging import SLOTS_PER_RING
 
 @dataclass(frozen=True)
 class StreamingL0:
-    """Accelerator memory of a cache whose blocks stream to the attention; see `plan_streaming`.
+    """Accelerator memory of a cache with streaming attention; see `plan_streaming`.
 
     Args:
         window_bytes: sink and window of all layers.
-        resident_bytes: blocks that stay beside them.
+        resident_bytes: resident blocks beside the windows.
         buffer_bytes: the buffers through which blocks stream.
-        packing_bytes: blocks on their way out.
+        packing_bytes: packed blocks on their way to the host.
         attention_bytes: queries, results and temporary tensors of the attention of one layer.
     """
 
@@ -35,7 +35,7 @@ class StreamingL0:
 
     @property
     def total_bytes(self) -> int:
-        """The most that is held at a time."""
+        """The most memory that is held at a time."""
         return (
             self.window_bytes + self.resident_bytes + self.buffer_bytes + self.packing_bytes + self.attention_bytes
         )
@@ -79,7 +79,7 @@ def plan_streaming(
         shapes: of the model's layers.
         cache_config: settings of the cache.
         batch_size: rows, beams included.
-        query_tokens: most tokens in one forward pass.
+        query_tokens: largest number of tokens in one forward pass.
 
     Raises:
         ConfigError: an argument is of another type, or a number is below 1.
@@ -94,35 +94,35 @@ def plan_streaming(
     held = cache_config.sink_tokens + ring_tokens(cache_config.window_floor_tokens, cache_config.block_tokens)
     block_bytes = geometry.layout(cache_config.block_tokens).nbytes
     one_buffer = max(cache_config.stream_buffer_bytes, block_bytes)
-    part_tokens = max(held, query_tokens, one_buffer // block_bytes * cache_config.block_tokens)
-    attention = _attention_bytes(geometry, shapes.heads, query_tokens, part_tokens, one_buffer, shapes.softcap)
+    split_tokens = max(held, query_tokens, one_buffer // block_bytes * cache_config.block_tokens)
+    attention = _attention_bytes(geometry, shapes.heads, query_tokens, split_tokens, one_buffer, shapes.softcap)
     return StreamingL0(
         window_bytes=shapes.layers * geometry.nbytes(held),
         resident_bytes=cache_config.resident_bytes,
         buffer_bytes=cache_config.stream_buffers * one_buffer,
         packing_bytes=SLOTS_PER_RING * block_bytes,
-        # A window that grows is there twice for a moment, when no attention is being computed.
+        # A window exists twice for a moment when it grows; no attention is being computed then.
         attention_bytes=max(attention, geometry.nbytes(held)),
     )
 
 
 def _attention_bytes(
-    geometry: Geometry, heads: int, queries: int, part_tokens: int, buffer_bytes: int, softcap: bool
+    geometry: Geometry, heads: int, queries: int, split_tokens: int, buffer_bytes: int, softcap: bool
 ) -> int:
-    """Upper bound of what `OnlineAttention` and its kernels hold for one layer, in parts of so many tokens."""
+    """Bound the bytes that `OnlineAttention` and its kernels hold for one layer, in splits of `split_tokens`."""
     item, exact = geometry.dtype.itemsize, max(4, geometry.dtype.itemsize)
     rows = geometry.batch * heads * queries
     running = rows * geometry.key_dim * item + rows * (geometry.value_dim + 1) * exact
-    # Of one part: its output, which may have to be converted, and four numbers per row.
-    part = rows * (geometry.value_dim * (item + exact) + 4 * exact)
+    # Of one split: its output, which may have to be converted, and four numbers per row.
+    split = rows * (geometry.value_dim * (item + exact) + 4 * exact)
     side_by_side = buffer_bytes
     per_head = (geometry.key_dim + geometry.value_dim) * exact
-    converted = geometry.batch * geometry.key_heads * part_tokens * per_head if item < exact else 0
+    converted = geometry.batch * geometry.key_heads * split_tokens * per_head if item < exact else 0
     if softcap:
-        at_once = max(MATMUL_SCORE_ELEMENTS, geometry.batch * geometry.key_heads * part_tokens)
-        kernel = converted + min(at_once, rows * part_tokens) * exact
+        at_once = max(MATMUL_SCORE_ELEMENTS, geometry.batch * geometry.key_heads * split_tokens)
+        kernel = converted + min(at_once, rows * split_tokens) * exact
         kernel += rows * (geometry.key_dim + geometry.value_dim) * exact
     else:
-        kernel = min(converted, max(CONVERTED_BYTES, part_tokens * per_head))
+        kernel = min(converted, max(CONVERTED_BYTES, split_tokens * per_head))
         kernel += 2 * rows * geometry.key_dim * exact * (item < exact)
-    return running + part + side_by_side + kernel
+    return running + split + side_by_side + kernel

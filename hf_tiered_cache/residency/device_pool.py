@@ -1,7 +1,7 @@
 """Older blocks that stay on the accelerator beside the windows, as many as there is memory for.
 
 seal ──────▶ resident while there is room      every resident block also has a copy in staging or in a tier,
-load ──────▶ resident if the policy likes      so it leaves by being forgotten
+load ──────▶ resident if the policy chooses    so it is evicted without being written
 attention ◀── copied on the device, not from the host
 """
 
@@ -27,7 +27,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class ResidentCopy:
-    """One block's bytes on the accelerator, flat uint8, complete after `ready`. Freed when nobody reads it."""
+    """One block's bytes on the accelerator, flat uint8, complete after `ready`.
+
+    Freed when it is doomed and has no readers.
+    """
 
     pool: DevicePool
     data: torch.Tensor
@@ -44,7 +47,7 @@ class DevicePool:
     Args:
         engine: of the device.
         residency: of the blocks.
-        policy: which of them are worth their place.
+        policy: chooses the blocks that stay.
         metrics: counts hits.
         capacity_bytes: accelerator memory for them.
     """
@@ -70,14 +73,14 @@ class DevicePool:
     # -- in and out -------------------------------------------------------------------------------------------
 
     def copy_of(self, packed: torch.Tensor) -> torch.Tensor | None:
-        """A copy, made by the compute stream, of a new block's bytes, if there is room; for `enter`."""
+        """Copy a new block's bytes on the compute stream, if there is room; for `enter`."""
         data = self._reserve(packed.numel()) if self.capacity_bytes else None
         if data is not None:
             data.copy_(packed)
         return data
 
     def enter(self, block: Block, data: torch.Tensor, ready: Event) -> None:
-        """The block is in memory that was reserved, from an event on."""
+        """Make a block resident in reserved memory, which is complete after `ready`."""
         with self._residency.changed:
             if block.references and block.resident is None:
                 block.resident = ResidentCopy(self, data, ready)
@@ -87,13 +90,13 @@ class DevicePool:
             self._free_locked(data)
 
     def close(self) -> None:
-        """Give the memory up. Nothing is being copied."""
+        """Free the memory. Nothing may be copied at that time."""
         with self._residency.changed:
             for block in self._residency.locations.blocks(self._residency.locations.everything_in(self._place)):
                 self.forget_locked(block)
 
     def forget_locked(self, block: Block) -> None:
-        """Let a resident block go."""
+        """Evict a resident block."""
         copy = block.resident
         assert isinstance(copy, ResidentCopy)
         block.resident = None
@@ -107,9 +110,11 @@ class DevicePool:
 
     @contextmanager
     def copies(self, blocks: Sequence[Block]) -> Iterator[list[ResidentCopy | None]]:
-        """The resident copy of each block, if there is one; they may be read by what is enqueued on the copy-in
-        stream inside the context."""
-        if not self.capacity_bytes:  # nothing to look up for every piece that is read
+        """Yield the resident copy of each block, or `None`.
+
+        Work that is enqueued on the copy-in stream inside the context may read the copies.
+        """
+        if not self.capacity_bytes:  # saves a look-up for every piece that is read
             yield [None] * len(blocks)
             return
         with self._residency.changed:
@@ -129,12 +134,12 @@ class DevicePool:
                             self._free_locked(copy.data)
 
     def keep(self, blocks: Sequence[Block], payload: torch.Tensor) -> None:
-        """Of blocks of one layout that were just read, keep those that are worth it.
+        """Keep the blocks that are worth it, out of blocks of one layout that were just read.
 
         Args:
             blocks: each referenced by the caller.
-            payload: host tensor `[len(blocks), rows, row_elements]`; must stay unchanged until what is enqueued on
-                the copy-in stream now has run.
+            payload: host tensor `[len(blocks), rows, row_elements]`; must stay unchanged until the work enqueued
+                on the copy-in stream by then has run.
         """
         if not self.capacity_bytes:
             return
@@ -145,15 +150,18 @@ class DevicePool:
             if data is None:
                 break
             first = blocks.index(block) * nbytes
-            # The allocator may have given memory that the compute stream is not done with.
+            # The allocator may have returned memory that the compute stream still uses.
             ready = self._engine.copy_in_whole(flat[first : first + nbytes], data, self._engine.record_compute())
             self.enter(block, data, ready)
         if self._engine.host_writes:
-            self._engine.finish_copies_in()  # `payload` is a buffer that attention gives back at any time
+            self._engine.finish_copies_in()  # `payload` is a buffer that attention may give back at any time
 
     def _choose(self, blocks: Sequence[Block]) -> list[Block]:
-        """The blocks that should be resident; those that are worth less have left for them. None when the policy
-        fails, which the user is told at the next call: nobody should wait for these blocks in vain."""
+        """Return the blocks that should be resident, after evicting those that are worth less.
+
+        Returns none when the policy fails. The user gets that error at the next call, so that the reads of these
+        blocks do not fail.
+        """
         locations = self._residency.locations
         with self._residency.changed:
             slots = np.array(

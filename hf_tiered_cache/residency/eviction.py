@@ -1,8 +1,8 @@
 """Eviction policies: their contract, their registry, and the built-in ones.
 
-    keep_values   what is a block worth? The smallest leaves first.
-       ├─ victims      which blocks are demoted to make room
-       └─ promotions   which rise from the tier below, and which sink in exchange
+    keep_values   the value of each block; the smallest leaves first
+       ├─ victims      the blocks that are demoted to make room
+       └─ promotions   the blocks that are promoted from the tier below, and those that are demoted in exchange
 
 A new policy is one class with `keep_values` and `register_eviction`.
 """
@@ -29,11 +29,11 @@ _PolicyClass = TypeVar("_PolicyClass", bound="type[EvictionPolicy]")
 class EvictionPolicy(ABC):
     """Orders the blocks of one tier. It moves nothing, keeps no state, and is called under its owner's lock.
 
-    Blocks are named by their slots in the heat table, in arrays in which none comes twice. Where two are worth
-    the same, the one that was sealed first leaves first.
+    Blocks are given by their slots in the heat table, in arrays without duplicates. Of two blocks of the same
+    value, the one that was sealed first leaves first.
 
-    A policy of one's own implements `keep_values`, and is registered with `register_eviction`. When it raises, it
-    is asked once more; when it raises again, nothing moves, and a `TierError` with the cause goes to the user.
+    A custom policy implements `keep_values`, and is registered with `register_eviction`. When it raises, it is
+    called once more; when it raises again, nothing moves, and the user gets a `TierError` with the cause.
 
     Args:
         table: accesses of all blocks.
@@ -56,13 +56,13 @@ class EvictionPolicy(ABC):
         """Return the value of each block, float64: the smallest leaves first, infinity never leaves."""
 
     def evictable(self, slots: Slots) -> Slots:
-        """Return the blocks that may leave: none before the heat table is warm, none that was read just now."""
+        """Return the blocks that may leave: none before the heat table is warm, none that is protected."""
         if self.acts_on_accesses and not self.table.warm(self.config.warmup_steps):
             return slots[:0]
         return slots[~self.table.protected(slots, self.config.protection_steps)]
 
     def victims(self, candidates: Slots, count: int) -> Slots:
-        """Name the blocks that leave first.
+        """Choose the blocks that leave first.
 
         Args:
             candidates: blocks that may leave; see `evictable`.
@@ -77,27 +77,27 @@ class EvictionPolicy(ABC):
         return chosen if len(chosen) == count else chosen[:0]
 
     def promotions(self, lower: Slots, upper: Slots, free: int, limit: int) -> tuple[Slots, Slots]:
-        """Name the blocks that rise from the tier below, and those that leave for them.
+        """Choose the blocks that are promoted from the tier below, and those that leave for them.
 
         Args:
-            lower: blocks of the tier below that may rise.
+            lower: blocks of the tier below that may be promoted.
             upper: blocks of this tier that may leave; see `evictable`.
-            free: how many may rise without any leaving.
-            limit: how many may rise.
+            free: how many may be promoted without any leaving.
+            limit: how many may be promoted.
 
         Returns:
-            The rising blocks, the most valuable first, and the leaving ones: the n-th of these leaves for the
-            n-th rising block after the first `free`, which is worth more by over `margin`.
+            The promoted blocks, the most valuable first, and the leaving ones: the n-th of these leaves for the
+            n-th promoted block after the first `free`, whose value is larger by more than `margin`.
         """
         free = max(0, free)
         rising, worth = self._smallest(lower, -self.keep_values(lower), limit)
         leaving, least = self._smallest(upper, self.keep_values(upper), len(rising) - free)
-        # One side falls and the other rises, so the exchanges that pay come first.
+        # Values of promoted blocks fall and those of leaving blocks rise: the exchanges that pay come first.
         exchanged = np.count_nonzero(-worth[free : free + len(leaving)] > least + self.margin)
         return rising[: free + exchanged], leaving[:exchanged]
 
     def _smallest(self, slots: Slots, values: Values, count: int) -> tuple[Slots, Values]:
-        """The `count` slots of the smallest values, ascending, in the order of sealing where they are equal."""
+        """Return the `count` slots of the smallest values, ascending; equal ones in the order of sealing."""
         count = max(0, count)
         if 0 < count < len(slots):
             candidates = values <= np.partition(values, count - 1)[count - 1]
@@ -141,7 +141,7 @@ def make_eviction_policy(name: str, table: HeatTable, config: TieredCacheConfig)
     policy_class = EVICTIONS.get(name)
     if policy_class.offline:
         raise ConfigError(
-            f"eviction={name!r} knows the future, so it only works offline, on recorded traces "
+            f"eviction={name!r} needs to know the future, so it only works offline, on recorded traces "
             f"(`python -m hf_tiered_cache.bench policies`); take one of {', '.join(EVICTIONS.names())}"
         )
     with failures_as_tier_errors(f"eviction policy {name!r} cannot be made"):
@@ -150,11 +150,11 @@ def make_eviction_policy(name: str, table: HeatTable, config: TieredCacheConfig)
 
 @register_eviction("pinned")
 class PinnedPolicy(EvictionPolicy):
-    """A static set: what is in stays as long as its request is used; the coldest blocks of idle ones leave first.
+    """Keeps a static set: blocks stay while their request is in use; the coldest of idle requests leave first.
 
-    The default in exact mode. There a step reads every block, in a cycle, and a tier that holds some share of them
-    serves that share of the reads at most. This policy does, and moves nothing; LRU always lets go what is needed
-    next.
+    The default in exact mode. There a step reads every block, in a cycle, so a tier that holds some share of them
+    serves at most that share of the reads. This policy reaches that bound and moves nothing; LRU always evicts the
+    block that is needed next.
     """
 
     def keep_values(self, slots: Slots) -> Values:
@@ -164,7 +164,7 @@ class PinnedPolicy(EvictionPolicy):
 
 @register_eviction("heat")
 class HeatPolicy(EvictionPolicy):
-    """Keeps what is likely to be read, by `HeatTable.access_probability`; blocks of idle requests leave first.
+    """Keeps blocks likely to be read, by `HeatTable.access_probability`; those of idle requests leave first.
 
     The default where blocks are selected. The margin was measured on the choices that the probability was fitted
     to, with room for 1, 1.5 and 2 times what a step reads: a tenth to a half fewer moves than without one, and
@@ -180,7 +180,7 @@ class HeatPolicy(EvictionPolicy):
 
 @register_eviction("lru")
 class LruPolicy(EvictionPolicy):
-    """Keeps what was read last."""
+    """Keeps the blocks that were read last."""
 
     def keep_values(self, slots: Slots) -> Values:
         return self.table.order_of_access(slots).astype(np.float64)
@@ -188,7 +188,7 @@ class LruPolicy(EvictionPolicy):
 
 @register_eviction("lfu")
 class LfuPolicy(EvictionPolicy):
-    """Keeps what was read most often, where an access counts for less with every step."""
+    """Keeps the blocks that were read most often; an access counts for less with every step."""
 
     def keep_values(self, slots: Slots) -> Values:
         return self.table.accesses(slots).astype(np.float64)
@@ -196,7 +196,7 @@ class LfuPolicy(EvictionPolicy):
 
 @register_eviction("fifo")
 class FifoPolicy(EvictionPolicy):
-    """Keeps what was sealed last, whatever is read."""
+    """Keeps the blocks that were sealed last, whatever is read."""
 
     acts_on_accesses = False
 
@@ -206,8 +206,10 @@ class FifoPolicy(EvictionPolicy):
 
 @register_eviction("random")
 class RandomPolicy(EvictionPolicy):
-    """Keeps whatever chance says, anew in each step, for comparison. Reproducible: chance is a hash, splitmix64
-    (G. Steele et al., OOPSLA 2014)."""
+    """Keeps random blocks, drawn anew in each step, for comparison.
+
+    Reproducible: the random values are a hash, splitmix64 (G. Steele et al., OOPSLA 2014).
+    """
 
     acts_on_accesses = False
     seed: ClassVar[int] = 0
@@ -223,9 +225,10 @@ class RandomPolicy(EvictionPolicy):
 
 @register_eviction("belady")
 class BeladyPolicy(EvictionPolicy):
-    """The optimum, for comparison: keeps what will be read soonest (L. A. Belady, IBM Systems Journal 5(2), 1966).
+    """The optimum, for comparison: keeps blocks that will be read soonest.
 
-    A block that was just read does not enter when all that are there will be read sooner.
+    A block that was just read does not enter when all blocks in the tier will be read sooner. (L. A. Belady, IBM
+    Systems Journal 5(2), 1966.)
     """
 
     acts_on_accesses = False

@@ -1,4 +1,4 @@
-"""Copies that nobody needs any more, until they are deleted: a batch at a time, between other work.
+"""Deletion of copies that are no longer needed: a batch at a time, between other work.
 
 copy is dropped ──▶ waiting ──a batch──▶ deleted, its room is free
                        ▲         │
@@ -21,13 +21,15 @@ from ..transfer.worker import Worker
 
 
 class Garbage:
-    """Deletes copies on the background thread. Between two batches whatever else waits for that thread has its
-    turn, and when the owner closes, what is left is dropped: it goes with the whole tier.
+    """Deletes copies on the background thread.
+
+    Other work that waits for that thread runs between two batches. When the owner closes, remaining copies are
+    dropped: they are removed with the whole tier.
 
     Args:
         lock: of the residency; guards `Block.leaving` and everything here.
         background: the thread.
-        report: told what could not be deleted.
+        report: called with the error when a copy could not be deleted.
     """
 
     def __init__(self, lock: TimedLock, background: Worker, report: Callable[[TierError], None]) -> None:
@@ -40,11 +42,11 @@ class Garbage:
         self._stopped = False
 
     def add_locked(self, tier: Tier, block: Block) -> None:
-        """A copy has lost its last reader. Call `collect_soon` without the lock."""
+        """Queue a copy without readers for deletion. Then call `collect_soon`, without the lock."""
         self._waiting[tier, block] = None
 
     def collect_soon(self) -> None:
-        """Delete what waits, in the background, after what is queued there already."""
+        """Delete the waiting copies in the background, after the work that is queued there already."""
         with self._lock:
             if self._waiting and not self._is_queued and not self._stopped:
                 with suppress(RuntimeError):  # closing
@@ -52,11 +54,11 @@ class Garbage:
                 self._is_queued = True
 
     def stop(self) -> None:
-        """The owner closes: begin no other batch in the background. Takes no lock and does not block."""
+        """Begin no other batch in the background, as the owner closes. Takes no lock and does not block."""
         self._stopped = True
 
     def collect_all(self) -> None:
-        """Delete all that waits, and try again once what is stuck, in the background. Blocks."""
+        """Delete all waiting copies, and retry stuck ones once, in the background. Blocks."""
         with self._lock:
             self._waiting |= self._stuck
             self._stuck.clear()
@@ -67,13 +69,13 @@ class Garbage:
     # -- on the background thread -------------------------------------------------------------------------------
 
     def collect(self, wanted: tuple[Tier, Block] | None = None) -> bool:
-        """Delete a batch of what waits, or try again what is stuck when nothing waits. Blocks.
+        """Delete a batch of waiting copies, or retry stuck ones when none is waiting. Blocks.
 
         Args:
             wanted: a copy that should be among them.
 
         Returns:
-            Whether any room came free.
+            Whether any room was freed.
         """
         with self._lock:
             batch = dict.fromkeys(islice(self._waiting or self._stuck, DELETED_TOGETHER))

@@ -4,15 +4,15 @@ The table is a set of dense arrays, indexed by a block's *slot*:
 
     slot           0        1        2        3
     last access    812.3    812.3    790.1    -       step, and which touch within it
-    own step       400      400      388      -       the same in steps of its group alone
-    accesses       9.4      1.0      3.1      -       each counts 0.9 per own step since, as of the last access
+    own step       400      400      388      -       the same, in steps of its own group
+    accesses       9.4      1.0      3.1      -       each weighted by 0.9 per own step, as of the last access
     group          0        0        1        -       one layer of one request
     position       0        1        0        -       0: the first block of its group
     sealed         0        2        1        -       how many blocks were added before
 
-A slot is a block's for as long as it lives; then another block gets it. Requests that take turns, or pause, do not
-make each other's blocks colder: heat is counted in the steps of the block's own group. What passes in the meantime
-shows in `protected` and `idle`.
+A slot belongs to a block until the block is freed; then another block gets it. Requests that take turns, or pause,
+do not make each other's blocks colder: heat is counted in the steps of the block's own group. Steps of all
+requests count in `protected` and `idle`.
 """
 
 from __future__ import annotations
@@ -29,33 +29,33 @@ Mask = np.ndarray[Any, np.dtype[np.bool_]]
 DECAY = 0.9
 """The factor on the weight of an access per step."""
 
-# Of `access_probability`.
+# Coefficients of `access_probability`.
 _INTERCEPT, _LOG_AGE, _SHARE, _LOG_DISTANCE = -1.68, -0.58, 4.81, -0.10
 
-# A request is idle when it was not read for so many times its usual interval, within these bounds in steps.
+# A request is idle when it was not read for this many times its usual interval, within these bounds in steps.
 _IDLE_INTERVALS = 4
 _IDLE_STEPS = (8, 256)
-# A pause counts for the interval as this many steps, and each new step for this share of it.
+# The average interval counts a gap as this many steps at most, and gives the newest gap this weight.
 _LONGEST_INTERVAL = _IDLE_STEPS[1] // _IDLE_INTERVALS
 _INTERVAL_SHARE = 0.25
 
 # Accesses decay to nothing within the table: 0.9 ** 511 is 4e-24.
 _DECAYED = (DECAY ** np.arange(512)).astype(np.float32)
-# The time of an access is one number: the step, then which touch of that step it was.
+# The time of an access is one number: the step, then the number of the touch within it.
 _TOUCH_BITS = 20
 _LAST_TOUCH = (1 << _TOUCH_BITS) - 1
 
 
 class HeatTable:
-    """Accesses of all blocks of a cache, in 32 bytes per block. Not locked: the caller holds a lock.
+    """Accesses of all blocks of a cache, in 32 bytes per block. Not thread-safe: the caller holds a lock.
 
-    Time is counted in steps: forward passes, of any request. A step is also one of a group's own when a block of
-    the group is sealed or read in it. Methods that take `slots`, an int64 array of any length, expect the slots of
-    living blocks; they are vectorised, and none but `remove` minds repeated slots.
+    Time is counted in steps: forward passes, of any request. A step counts for a group, too, when a block of the
+    group is sealed or read in it. Methods that take `slots`, an int64 array of any length, expect allocated slots;
+    they are vectorised, and all but `remove` accept repeated slots.
 
     Invariants:
         - `_group[slot]` is negative where a slot below `_end` is free, and only there;
-        - the id of a group is handed out again only when it was freed and none of its blocks lives.
+        - the id of a group is reused only after the group and all of its blocks were freed.
     """
 
     def __init__(self) -> None:
@@ -82,19 +82,19 @@ class HeatTable:
         self._free_groups: list[int] = []
 
     def __len__(self) -> int:
-        """Blocks that live."""
+        """The number of allocated slots."""
         return self._end - len(self._free)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the arrays by slot, with their room for blocks to come."""
+        """Bytes of the arrays by slot, spare room included."""
         arrays = (self._last, self._own_step, self._accesses, self._group, self._position, self._sealed)
         return sum(values.nbytes for values in arrays) + len(self._free) * self._free.itemsize
 
     # -- what happens -----------------------------------------------------------------------------------------
 
     def tick(self) -> None:
-        """A step begins."""
+        """Begin a step."""
         self.now += 1
         self._touches = 0
 
@@ -114,20 +114,20 @@ class HeatTable:
         return group
 
     def free_group(self, group: int) -> None:
-        """No block will be added to the group. Those that live, shared with a fork, keep their places in it."""
+        """Free a group: no block will be added. Blocks that a fork still shares keep their places in it."""
         self._group_freed[group] = True
         self._reuse_groups(np.array([group]))
 
     def truncate(self, group: int, length: int) -> None:
-        """The group ends before position `length` from now on: its tail was cropped."""
+        """Let a group end before position `length`: its tail was cropped."""
         self._group_length[group] = min(length, self._group_length[group])
 
     def add(self, group: int, position: int) -> int:
-        """A block was sealed, which counts as an access: its tokens have been read up to now.
+        """Add a sealed block. Sealing counts as an access: its tokens have been read up to now.
 
         Args:
             group: of `new_group`.
-            position: which block of the group it is, from 0. The group is at least as long from now on.
+            position: index of the block in the group, from 0. The group grows to include it.
 
         Returns:
             Its slot.
@@ -154,7 +154,7 @@ class HeatTable:
         return slot
 
     def remove(self, slots: Slots) -> None:
-        """The blocks live no longer; their slots go to others. Each slot is named once."""
+        """Remove blocks and free their slots. No slot may be given twice."""
         groups, counts = np.unique(self._group[slots].astype(np.int64), return_counts=True)
         assert groups.size == 0 or groups[0] >= 0, "a block was removed twice"
         self._group[slots] = -1
@@ -163,7 +163,7 @@ class HeatTable:
         self._reuse_groups(groups)
 
     def touch(self, slots: Slots) -> None:
-        """The blocks are read now, together. Several reads in one step count as one."""
+        """Record that the blocks are read now, together. Several reads in one step count as one."""
         self._touches = min(self._touches + 1, _LAST_TOUCH)
         groups = self._groups_of(slots)
         self._begin_step(np.unique(groups))
@@ -184,8 +184,8 @@ class HeatTable:
         `age` counts the group's steps since the last read, `share` is the moving average of being read (a tenth
         of `accesses`), and `distance` counts the blocks of the group that are newer.
 
-        A logistic regression on which blocks of 64 tokens SmolLM2-135M attends to in 2,048 decode steps, chosen
-        by top-p with tolerance 0.1 or as the 16 best; fitted on half of the layers and one text, tried on the
+        A logistic regression on which blocks of 64 tokens SmolLM2-135M attends to in 2,048 decode steps, chosen by
+        top-p with tolerance 0.1 or as the 16 best; fitted on half of the layers and one text, tested on the
         others. On the other text the log-loss is .188 (top-p) and .131 (16 best), against .480 and .440 for the
         base rate; without the distance it is larger by .0002 to .0003: position says little that accesses do not.
 
@@ -210,11 +210,11 @@ class HeatTable:
         return counts
 
     def last_access(self, slots: Slots) -> Slots:
-        """The step of each block's last read, or of its sealing."""
+        """Return the step of each block's last read, or of its sealing."""
         return self._last[slots] >> _TOUCH_BITS
 
     def order_of_access(self, slots: Slots) -> Slots:
-        """Like `last_access`, but in the order of the touches within a step as well; only good for comparing."""
+        """Like `last_access`, but ordered by the touches within a step as well; only for comparisons."""
         return self._last[slots]
 
     def order_of_sealing(self, slots: Slots) -> Slots:
@@ -228,11 +228,11 @@ class HeatTable:
     def idle(self, slots: Slots) -> Mask:
         """Return a mask of the blocks whose request seems to pause.
 
-        No block of the group was sealed or read for 4 times as long as it used to take, at least 8 and at most 256
+        No block of the group was sealed or read for 4 times the group's usual interval, at least 8 and at most 256
         steps. So up to 64 requests may take turns.
 
         On mixes of four requests that pause, `pinned` reaches .92 to .98 of Belady's hits by this rule and .60 to
-        .86 with 64 steps. As few as 8 reach .94 to .99, but are too few once more than 8 requests take turns.
+        .86 with 64 steps. 8 steps reach .94 to .99, but are too few once more than 8 requests take turns.
         """
         pause = self.now - self._group_last
         groups_idle: Mask = pause > np.clip(_IDLE_INTERVALS * self._group_interval, *_IDLE_STEPS)
@@ -249,12 +249,12 @@ class HeatTable:
         return self.now << _TOUCH_BITS | self._touches
 
     def _groups_of(self, slots: Slots) -> np.ndarray[Any, Any]:
-        """The group of each block; a single one where all share it, as the blocks of one layer do."""
+        """Return the group of each block, or a single one if all share it, as the blocks of one layer do."""
         groups = self._group[slots]
         return groups[:1] if (groups == groups[:1]).all() else groups
 
     def _begin_step(self, groups: np.ndarray[Any, Any]) -> None:
-        """The groups take a step, if they have not yet in this one. Each is named once."""
+        """Advance groups by a step of their own, unless they had one in this step. No group may be given twice."""
         groups = groups[self._group_last[groups] < self.now]
         interval = self._group_interval[groups]
         gap = np.minimum(self.now - self._group_last[groups], _LONGEST_INTERVAL)
@@ -279,13 +279,13 @@ class HeatTable:
 
 
 def _decay(age: np.ndarray[Any, Any]) -> Floats:
-    """0.9 to the power of each age."""
+    """Return 0.9 to the power of each age."""
     factors: Floats = _DECAYED[np.minimum(age, len(_DECAYED) - 1)]
     return factors
 
 
 def _doubled(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Twice as long, with the same beginning."""
+    """Return an array of twice the length that begins with these values."""
     doubled = np.zeros(max(64, 2 * len(values)), values.dtype)
     doubled[: len(values)] = values
     return doubled

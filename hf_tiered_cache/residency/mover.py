@@ -1,4 +1,4 @@
-"""Moves blocks between the tiers, on the background thread: down when room is needed, up when they are wanted.
+"""Moves blocks between the tiers, on the background thread: down when room is needed, up when they are read.
 
 new block ──▶ nearest tier with room            demotes other blocks first, if the policy allows it
 balance   ──▶ tier above its high watermark     demotes the coldest blocks, down to the low watermark
@@ -27,11 +27,11 @@ logger = logging.getLogger(__name__)
 BATCH_BLOCKS = 8
 """Blocks that are written together: enough to keep a drive busy."""
 
-# A full tier makes room for this share of its blocks at a time, up to a batch.
+# A full tier demotes this share of its blocks at a time, up to a batch.
 _DEMOTED_SHARE = 1 / 8
-# More candidates than these are sampled: to look at all of them would hold the lock for milliseconds.
+# More candidates than this are sampled: looking at all of them would hold the lock for milliseconds.
 _MOST_CANDIDATES = 1 << 15
-# How long a batch lets reads go first.
+# The longest time that a batch lets reads go first.
 _YIELD_SECONDS = 0.05
 
 
@@ -46,12 +46,12 @@ class Move(NamedTuple):
 class Mover:
     """Moves blocks between tiers. Used by one thread, in the background.
 
-    A copy that moves leaves its old place only when the new copy is complete. Capacities hold at every moment,
-    since room is taken before a write and given back after a deletion.
+    An old copy is removed only when the new one is complete. Capacities hold at every moment, since room is
+    reserved before a write and given back after a deletion.
 
     Args:
         residency: where the blocks are.
-        policies: for each tier but the last, which blocks leave first.
+        policies: the eviction policy of each tier but the last.
         config: watermarks.
         metrics: counts bytes and moves.
     """
@@ -72,7 +72,7 @@ class Mover:
         self._known_layouts: set[BlockLayout] = set()
 
     def tier_with_room(self, block: Block, below: Tier | None = None) -> Tier:
-        """The nearest tier, below one if there is one, that can take the block, after demoting others if need be.
+        """Return the nearest tier (below `below`, if given) that can take the block, after demotions if needed.
 
         Raises:
             TierFullError: there is none.
@@ -101,7 +101,7 @@ class Mover:
         )
 
     def _warn_of_small_capacities(self, layout: BlockLayout) -> None:
-        """Say of each capacity that the user set whether it is too small for even one block."""
+        """Warn of each capacity that the user set and that is too small for even one block."""
         config = self._config
         needed = {tier.name: tier.occupied_bytes(layout) for tier in self._tiers}
         for setting, capacity, block_bytes in (
@@ -111,7 +111,7 @@ class Mover:
         ):
             if capacity and capacity < block_bytes:
                 logger.warning(
-                    "%s=%d is less than one block of %d bytes: nothing is kept there. Raise it, or take fewer "
+                    "%s=%d is less than one block of %d bytes: nothing is kept there. Raise it, or reduce "
                     "block_tokens",
                     setting,
                     capacity,
@@ -119,8 +119,10 @@ class Mover:
                 )
 
     def finish(self, moves: list[Move], leaving: str | None) -> None:
-        """Wait for all writes and flip the residency of each that is complete; the copy in `leaving` goes. Raises
-        the first failure."""
+        """Wait for all writes, record each new copy that is complete, and remove the old one in `leaving`.
+
+        Raises the first failure.
+        """
         failure: BaseException | None = None
         for block, tier, write in moves:
             try:
@@ -140,7 +142,7 @@ class Mover:
             raise failure
 
     def shrink(self, tier: Tier) -> bool:
-        """Its device is full before its capacity is: go on with what it has, if there is a tier below."""
+        """Reduce the capacity of a tier whose device is full to what it uses; false if there is no tier below."""
         if tier.name not in self._policies:
             return False
         tier.capacity_bytes = tier.used_bytes
@@ -150,10 +152,10 @@ class Mover:
     def balance(self, interrupted: Callable[[], bool]) -> None:
         """Demote blocks from tiers above their high watermark, and promote those that were read from lower tiers.
 
-        What fails is left as it is; whoever needs a block that cannot be read will be told.
+        Blocks that fail to move stay where they are; a later read of a block that cannot be read raises.
 
         Args:
-            interrupted: asked between batches whether something more urgent is waiting.
+            interrupted: returns whether something more urgent is waiting; called between batches.
         """
         try:
             self._residency.garbage.collect()
@@ -182,7 +184,7 @@ class Mover:
         return demoted
 
     def _make_room(self, tier: Tier) -> bool:
-        """Do one thing that frees room in `tier`. False when there is nothing left to do."""
+        """Take one step to free room in `tier`. Return false when there is nothing left to do."""
         if self._residency.garbage.collect() or self._demote(tier):
             return True
         with self._residency.changed:
@@ -201,7 +203,7 @@ class Mover:
             with self._residency.changed:
                 idle = self._sample(self._residency.locations.idle(upper.name))
                 victims = self._residency.ask(policy, lambda policy: self._victims(policy, idle, few))
-        except TierError as error:  # the user will be told; a tier below may have room
+        except TierError as error:  # the user gets it later; a tier below may have room
             logger.warning("%s", error)
             return False
         try:
@@ -216,8 +218,9 @@ class Mover:
         return self._residency.locations.blocks(victims if len(victims) else policy.victims(candidates, 1))
 
     def _move_down(self, victims: Sequence[Block], upper: Tier) -> bool:
-        """Move blocks from `upper` to tiers below it; of a block with another copy, only the copy in
-        `upper` is removed. Return true if there was any block to move. Blocks that cannot be read stay, and are
+        """Move blocks from `upper` to tiers below it, and return true if there was any block to move.
+
+        Of a block with another copy, only the copy in `upper` is removed. Blocks that cannot be read stay, and are
         not chosen again.
 
         Raises:
@@ -325,7 +328,7 @@ class Mover:
         self._residency.release(blocks)
 
     def _load(self, blocks: Sequence[Block]) -> Bits | None:
-        """The content of blocks of one layout; `None` when one cannot be read, after which none of them moves."""
+        """Read blocks of one layout. Return `None` when one cannot be read: then none of them moves."""
         layout: BlockLayout = blocks[0].layout
         payload = np.empty((len(blocks), layout.rows, layout.row_elements), layout.bits_dtype)
         try:
@@ -335,7 +338,7 @@ class Mover:
             if len(blocks) > 1:
                 for block in blocks:
                     self._load([block])
-            else:  # whoever needs it will be told; here, others can move instead
+            else:  # a later read raises; here, others can move instead
                 logger.warning("cannot be moved: %s", error)
                 with self._residency.changed:
                     self._residency.locations.hold(blocks, 1)  # never given back

@@ -1,4 +1,4 @@
-"""Traces of what a heat table was told, and how the eviction policies would have done on them.
+"""Traces of the calls of a heat table, and replays of them with any eviction policy.
 
 ```python
 table = RecordingTable()          # in place of a HeatTable
@@ -7,8 +7,8 @@ table.trace.save("decode.npz")
 replay(Trace.load("decode.npz"), "heat", capacity=1000).hit_rate
 ```
 
-A replay has one tier of some equal blocks above a tier that holds all others. It runs the policies of the cache,
-over a heat table that is told the same again.
+A replay has one tier of some equal blocks above a tier that holds all others. It runs the policies of the cache
+over a heat table that receives the same calls again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NEVER = np.iinfo(np.int64).max
 
 
 class Call(IntEnum):
-    """The calls of a heat table that a trace consists of, with what it keeps of each."""
+    """The calls of a heat table that a trace records, with the arguments that it keeps."""
 
     TICK = 0
     NEW_GROUP = 1  # group
@@ -95,7 +95,7 @@ class Trace:
 
 
 class RecordingTable(HeatTable):
-    """A heat table that also keeps a trace of what it is told."""
+    """A heat table that also keeps a trace of its calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,9 +143,9 @@ class Replay:
         policy: its name.
         capacity: blocks of the tier.
         steps: steps of the trace.
-        accesses: reads of blocks. That a block was sealed is none.
+        accesses: reads of blocks; sealing a block is not one.
         hits: those that found their block in the tier.
-        moves: promotions and demotions; the first placement of a new block is none.
+        moves: promotions and demotions; the first placement of a new block is not one.
     """
 
     policy: str
@@ -170,14 +170,15 @@ def replay(trace: Trace, policy_name: str, capacity: int, config: TieredCacheCon
     """Run one policy over a trace.
 
     A block that is sealed, or read from below, enters the tier if there is room or if `promotions` finds it worth
-    more than one that may leave; otherwise it is below. The blocks of one touch are read before any of them moves.
+    more than one that may leave; otherwise it goes to the lower tier, or stays there. The blocks of one touch are
+    read before any of them moves.
 
     Args:
         trace: not changed.
-        policy_name: of `POLICIES`, `"belady"` included: the largest number of hits that any choice reaches under
-            the rule above. From one read of a block to its next it takes a place or not, so what is chosen is a
-            set of intervals of which no more than `capacity` overlap, and giving up those that end last keeps
-            the most (U. Faigle and W. Nawijn, Discrete Applied Mathematics 58(1), 1995).
+        policy_name: of `POLICIES`. `"belady"` gives the largest number of hits that any choice reaches under the
+            rule above. Between two reads a block takes a place or not, so a choice is a set of intervals of which
+            no more than `capacity` overlap, and dropping those that end last keeps the most (U. Faigle and
+            W. Nawijn, Discrete Applied Mathematics 58(1), 1995).
         capacity: blocks of the tier.
         config: protection and warm-up; the default settings when `None`.
 
@@ -188,7 +189,7 @@ def replay(trace: Trace, policy_name: str, capacity: int, config: TieredCacheCon
         raise ConfigError(f"unknown eviction policy {policy_name!r}; there are {', '.join(sorted(POLICIES))}")
     table = HeatTable()
     policy = POLICIES[policy_name](table, config or TieredCacheConfig())
-    tier = _Tier(policy, capacity, trace.most_blocks)  # slots are given again before there are more
+    tier = _Tier(policy, capacity, trace.most_blocks)  # slots are reused before new ones are added
     future = _Future(trace) if isinstance(policy, BeladyPolicy) else None
     accesses = hits = moves = 0
     for index, (call, arguments) in enumerate(trace.calls):
@@ -235,7 +236,7 @@ class _Tier:
 
 
 class _Future:
-    """Return for each slot the index of the call that reads it next, or `_NEVER`."""
+    """The index of the call that reads each slot next, or `_NEVER`."""
 
     def __init__(self, trace: Trace) -> None:
         self._next_read = np.full(trace.most_blocks, _NEVER)
@@ -251,7 +252,7 @@ class _Future:
                 upcoming[arguments] = _NEVER
 
     def after(self, index: int) -> Slots:
-        """As it is after a call, int64 by slot; for ascending indices. Overwritten by the next."""
+        """Return these indices after a call, int64 by slot. Call in ascending order; each call overwrites them."""
         if index in self._after:
             slots, next_read = self._after[index]
             self._next_read[slots] = next_read

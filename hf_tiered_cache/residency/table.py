@@ -4,9 +4,9 @@
                 │                      │        │       │
                 └──────────── read: the nearest copy ───┘
 
-Every move makes the new copy, waits until it is complete, flips the residency under the lock, and lets the old
-copy go. So a block always has a complete copy, and a read that has begun keeps its copy alive by a pin. A
-promotion leaves the lower copy where it is: the upper one is *clean*, and sinks without being written again.
+Every move writes the new copy, waits until it is complete, updates the table under the lock, and frees the old
+copy. So a block always has a complete copy, and a read that has begun pins its copy. A promotion leaves the lower
+copy where it is: the upper one is *clean*, and is demoted without being written again.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Blocks read from afar that a promotion chooses among.
+# Blocks read from lower tiers, among which promotions choose.
 _REMEMBERED_MISSES = 1024
-# Blocks that lose a reference while the lock is held: others want it, too.
+# Blocks that are released under one hold of the lock, which other threads need, too.
 _RELEASED_TOGETHER = 512
 
 
@@ -56,7 +56,7 @@ class ResidencyTable:
     Args:
         tiers: from the nearest to the farthest.
         metrics: counts bytes.
-        background: deletes what nobody needs.
+        background: deletes copies that are no longer needed.
     """
 
     def __init__(self, tiers: Sequence[Tier], metrics: Metrics, background: Worker) -> None:
@@ -74,10 +74,10 @@ class ResidencyTable:
         self._held_by_reads: Counter[str] = Counter()
         self.garbage = Garbage(self.changed, background, self.report)
 
-    # -- blocks and who needs them --------------------------------------------------------------------------------
+    # -- blocks and references to them ----------------------------------------------------------------------------
 
     def add_locked(self, block: Block, staged: StagingSlot) -> None:
-        """A new block, with its caller's reference, and its first copy."""
+        """Add a new block, with its caller's reference, and its first copy."""
         group = self._groups.get(block.key[:2])
         if group is None:
             group = self._groups[block.key[:2]] = self.heat.new_group()
@@ -92,7 +92,7 @@ class ResidencyTable:
                 block.references += 1
 
     def release(self, blocks: Iterable[Block]) -> None:
-        """Count one reference less; what nobody references any more is deleted in the background."""
+        """Count one reference less to each block; unreferenced blocks are deleted in the background."""
         remaining = iter(blocks)
         while some := list(islice(remaining, _RELEASED_TOGETHER)):
             with self.changed:
@@ -116,7 +116,7 @@ class ResidencyTable:
             block.slot = -1
 
     def truncate(self, table: BlockTable, keep_blocks: int) -> None:
-        """Let a layer have no more blocks than these."""
+        """Cut a layer to its first `keep_blocks` blocks."""
         dropped = table.truncate(keep_blocks)
         with self.changed:
             group = self._groups.get((table.namespace, table.layer_idx))
@@ -125,7 +125,7 @@ class ResidencyTable:
         self.release(dropped)
 
     def forget(self, table: BlockTable) -> None:
-        """A layer with its blocks goes away."""
+        """Drop a layer with its blocks."""
         self.truncate(table, 0)
         with self.changed:
             group = self._groups.pop((table.namespace, table.layer_idx), None)
@@ -135,12 +135,12 @@ class ResidencyTable:
     # -- how they are used ----------------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """A forward pass begins."""
+        """Begin a forward pass."""
         with self.changed:
             self.heat.tick()
 
     def touch(self, slots: Slots) -> None:
-        """Attention reads the blocks of these slots."""
+        """Record that attention reads the blocks of these slots."""
         with self.changed:
             self.heat.touch(slots)
 
@@ -150,27 +150,29 @@ class ResidencyTable:
             return self.heat.access_probability(slots)
 
     def misses_locked(self) -> Slots:
-        """Slots of blocks that were read from another tier than the nearest since the last call; some of them may
-        live no longer. Those that are being used just now come again the next time."""
+        """Return the slots of blocks that were read from another tier than the nearest since the last call.
+
+        Some of these blocks may have been freed. Those that are in use now are returned again next time.
+        """
         missed = np.unique(np.array(self._missed, np.int64))
         self._missed.clear()
         self._missed.extend(self.locations.in_use(missed).tolist())
         return missed
 
     def wait_for_reads(self, seconds: float) -> None:
-        """Let reads go first; blocks for so long at most."""
+        """Wait until no read is under way, for `seconds` at most."""
         with self.changed:
             self.changed.wait_for(lambda: self._reading == 0, seconds)
 
     # -- reading --------------------------------------------------------------------------------------------------
 
     def read(self, blocks: Sequence[Block], target: Bits, wanted: bool = True) -> None:
-        """Load blocks of one layout into host memory, each from its nearest copy; blocks.
+        """Load blocks of one layout into host memory, each from its nearest copy. Blocks.
 
         Args:
             blocks: each referenced by the caller.
             target: `[len(blocks), rows, row_elements]`; undefined when this raises.
-            wanted: whether attention wants them, and not just a move.
+            wanted: whether attention needs them, and not just a move.
 
         Raises:
             TierReadError: a block could not be read.
@@ -198,8 +200,10 @@ class ResidencyTable:
 
     @contextmanager
     def in_memory(self, blocks: Sequence[Block]) -> Iterator[list[torch.Tensor | None]]:
-        """For each block its nearest copy, flat uint8, if a device can read it where it is; valid inside the
-        context."""
+        """Yield for each block its nearest copy, flat uint8, or `None` if a device cannot read it in place.
+
+        The copies are valid inside the context.
+        """
         tier = next(iter(self.tiers.values()))
         with self.changed:
             nearest = [next(iter(block.copies.values())) for block in blocks]
@@ -223,7 +227,7 @@ class ResidencyTable:
             self.garbage.collect_soon()
 
     def count_in_memory(self, blocks: Sequence[Block]) -> None:
-        """A device has read these blocks where they are."""
+        """Count blocks that a device has read in place."""
         name = next(iter(self.tiers))
         nbytes = sum(block.layout.nbytes for block in blocks)
         self._metrics.count(**{f"{name}_hits": len(blocks), f"{name}_read": nbytes})
@@ -235,10 +239,10 @@ class ResidencyTable:
             block.slot for block, place in zip(blocks, places, strict=True) if place not in (STAGING, nearest)
         )
 
-    # -- copies come and go ---------------------------------------------------------------------------------------
+    # -- adding and removing copies -------------------------------------------------------------------------------
 
     def arrive_locked(self, block: Block, tier: Tier) -> None:
-        """The tier has stored the block."""
+        """Record that a tier has stored a block."""
         block.copies[tier.name] = BlockCopy(tier)
         if block.references == 0:  # dropped while it was being written
             self.remove_copy_locked(block, tier.name)
@@ -248,7 +252,7 @@ class ResidencyTable:
         self.locations.set(block, tier.name, there=True)
 
     def remove_copy_locked(self, block: Block, place: str) -> None:
-        """Later reads take another copy; this one is dropped when the last read that holds it has ended."""
+        """Remove a copy: later reads take another one, and it is freed when the last read that pins it ends."""
         copy = block.copies.pop(place, None)
         if copy is None:
             return
@@ -262,7 +266,7 @@ class ResidencyTable:
             self._held_by_reads[place] += 1
 
     def unpin_locked(self, block: Block, copy: BlockCopy) -> None:
-        """A read, or a write from staging, has ended."""
+        """Unpin a copy after a read, or after a write from staging."""
         copy.pins -= 1
         if copy.doomed and copy.pins == 0:
             self._held_by_reads[STAGING if isinstance(copy.origin, StagingSlot) else copy.origin.name] -= 1
@@ -276,15 +280,16 @@ class ResidencyTable:
     # -- what goes wrong ------------------------------------------------------------------------------------------
 
     def ask(self, policy: EvictionPolicy, question: Callable[[EvictionPolicy], T]) -> T:
-        """Ask a policy, and once more if that fails. May be called with the lock held, on a
-        thread of the package's own.
+        """Query a policy, and once more if that fails.
+
+        May be called with the lock held, on a thread of the package.
 
         Args:
-            policy: of the user, maybe.
-            question: changes nothing.
+            policy: possibly the user's.
+            question: the query, which changes nothing.
 
         Raises:
-            TierError: the policy failed twice; also told by the next `take_failure`.
+            TierError: the policy failed twice. The next `take_failure` returns the error, too.
         """
         try:
             return question(policy)
@@ -300,11 +305,11 @@ class ResidencyTable:
         raise failure
 
     def report(self, failure: TierError) -> None:
-        """Something went wrong in the background that nobody waits for: the user is told at the next call."""
+        """Keep the error of background work that no caller waits for; the user's next call raises it."""
         self._failure = failure
 
     def take_failure(self) -> TierError | None:
-        """Take the error that was reported last and not raised yet."""
+        """Return the error that was reported last, unless it was returned before."""
         failure, self._failure = self._failure, None
         return failure
 
@@ -335,7 +340,7 @@ class ResidencyTable:
                     self._metrics.count(**{f"{tier.name}_read": sum(block.layout.nbytes for block in run)})
             except BaseException as error:
                 failure = failure or error
-        for load in loads:  # to the last, even after a failure: nothing may still write to `target`
+        for load in loads:  # all, even after a failure: nothing may still write to `target`
             try:
                 load.result()
             except BaseException as error:
@@ -350,7 +355,7 @@ class ResidencyTable:
 
 
 def _equal_runs(items: Sequence[str]) -> Iterator[tuple[int, int]]:
-    """First and end of each run of equal items."""
+    """Yield the first and end index of each run of equal items."""
     first = 0
     for position in range(1, len(items) + 1):
         if position == len(items) or items[position] != items[first]:

@@ -1,4 +1,4 @@
-"""Write-back: takes sealed blocks from staging to the tiers, in the background, and tells what went wrong."""
+"""Write-back: takes sealed blocks from staging to the tiers, in the background, and reports failures."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from .table import ResidencyTable
 
 logger = logging.getLogger(__name__)
 
-# How long a batch lets reads go first, unless somebody waits for its staging buffers.
+# The longest time that a batch lets reads go first, unless a thread waits for its staging buffers.
 _YIELD_SECONDS = 0.02
 
 
 class WriteBack:
-    """Takes sealed blocks from staging to the nearest tier with room, and has the tiers balanced in between.
+    """Takes sealed blocks from staging to the nearest tier with room, and balances the tiers in between.
 
     All moves run on one background thread, in the order in which blocks were sealed. A move that fails leaves its
     block readable where it is; the failure is raised once, by the next `raise_failure`, and the move is tried
-    again when another block comes, or by `retry`.
+    again when the next block is added, or by `retry`.
 
     Args:
         residency: where the blocks are.
@@ -65,7 +65,7 @@ class WriteBack:
         self._background.submit(self._drain)
 
     def retry(self) -> None:
-        """Try again what failed before. Does not block.
+        """Retry the moves that failed. Does not block.
 
         Raises:
             TierError: as `raise_failure`.
@@ -74,7 +74,7 @@ class WriteBack:
         self._background.submit(self._drain)
 
     def raise_failure(self) -> None:
-        """Raise what went wrong in the background since the last call, once.
+        """Raise the error that occurred in the background since the last call, once.
 
         Raises:
             TierFullError: no tier has room; the blocks are still held in staging.
@@ -83,13 +83,13 @@ class WriteBack:
         with self._residency.changed:
             failure, self._failure = self._failure, None
             if not any(block.references for block in (*self._queue, *self._storing)):
-                failure = None  # what could not be written is not needed any more
+                failure = None  # the blocks that could not be written are no longer needed
             failure = failure or self._residency.take_failure()
         if failure is not None:
             raise failure
 
     def flush(self) -> None:
-        """Wait until every block has left staging and what nobody needs is deleted; blocks.
+        """Wait until every block has left staging and unneeded copies are deleted. Blocks.
 
         Raises:
             TierError: a block could not be stored.
@@ -102,7 +102,7 @@ class WriteBack:
                 tier.flush()
 
     def balance_soon(self) -> None:
-        """Have the tiers balanced when nothing else is to be done. Does not block."""
+        """Balance the tiers in the background, after other work. Does not block."""
         with self._residency.changed:
             if not self._balancing:
                 self._background.submit(self._balance)
@@ -130,7 +130,7 @@ class WriteBack:
                 self._residency.locations.hold([block for block, _ in batch], -1)
                 for block, copy in batch:
                     self._residency.unpin_locked(block, copy)
-                # What is not stored goes back to where it was, to be tried again.
+                # Blocks that are not stored go back to where they were, to be tried again.
                 self._queue.extendleft(block for block, copy in reversed(batch) if not copy.doomed)
                 self._storing = []
                 self._failure = failure or self._failure
@@ -143,7 +143,7 @@ class WriteBack:
             pool.wake()
 
     def _take_batch(self) -> list[tuple[Block, BlockCopy]]:
-        """The next queued blocks that are still referenced, each with its staging copy, pinned."""
+        """Return the next queued blocks that are still referenced, each with its staging copy, pinned."""
         batch = []
         for _ in range(min(BATCH_BLOCKS, len(self._queue))):
             block = self._queue.popleft()

@@ -1,6 +1,6 @@
-"""Suites for plug-ins: subclass one in a test module, and pytest tells whether a tier or policy keeps the rules.
+"""Test suites for plug-ins: subclass one in a test module, and pytest checks a tier or policy.
 
-Nothing else in the package imports this; it needs pytest, `EvictionContract` also hypothesis
+Nothing else in the package imports this; it needs pytest, and `EvictionContract` also needs hypothesis
 (`pip install "hf-tiered-cache[test]"`).
 """
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-# Before they are imported, so that failures show the values.
+# Before these modules are imported, so that failures show the values.
 pytest.register_assert_rewrite("hf_tiered_cache.testing.tiers", "hf_tiered_cache.testing.eviction")
 
 from .tiers import StorageTierContract, TierContract  # noqa: E402
@@ -20,7 +20,7 @@ __all__ = ["EvictionContract", "StorageTierContract", "TierContract"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "EvictionContract":  # without hypothesis there are still the others
+    if name == "EvictionContract":  # imported late: the others work without hypothesis
         from .eviction import EvictionContract
 
         return EvictionContract

@@ -15,7 +15,7 @@ SLOTS = np.arange(24)
 
 
 def a_table(reads: list[list[int]]) -> HeatTable:
-    """24 blocks of three groups, and a step per list of reads."""
+    """Return a table of 24 blocks in three groups, after a step per list of reads."""
     table = HeatTable()
     groups = [table.new_group() for _ in range(3)]
     for slot in SLOTS.tolist():
@@ -47,7 +47,7 @@ class EvictionContract:
     policy_class: type[EvictionPolicy]
 
     def make(self, table: HeatTable, config: TieredCacheConfig = CONFIG) -> EvictionPolicy:
-        """A policy for a tier."""
+        """Return a policy for a tier."""
         return self.policy_class(table, config)
 
     @_settings
@@ -72,8 +72,8 @@ class EvictionContract:
     def test_the_same_again(self, reads: list[list[int]], candidates: Slots, count: int) -> None:
         policy = self.make(a_table(reads))
         first = policy.victims(candidates, count).tolist()
-        assert policy.victims(candidates, count).tolist() == first, "naming changes nothing"
-        assert policy.victims(candidates[::-1], count).tolist() == first, "whatever their order"
+        assert policy.victims(candidates, count).tolist() == first, "choosing victims changes nothing"
+        assert policy.victims(candidates[::-1], count).tolist() == first, "the order of candidates has no effect"
         assert self.make(a_table(reads)).victims(candidates, count).tolist() == first
 
     @_settings

@@ -21,14 +21,14 @@ BYTES = BlockLayout(1, 2, 64, 2, 64, 16, torch.float8_e4m3fn)
 
 
 def payload_of(layout: BlockLayout, seed: int) -> Bits:
-    """Random content `[rows, row_elements]`."""
+    """Return random content `[rows, row_elements]`."""
     info = np.iinfo(layout.bits_dtype)
     shape = (layout.rows, layout.row_elements)
     return np.random.default_rng(seed).integers(info.max, size=shape, dtype=layout.bits_dtype, endpoint=True)
 
 
 def key(block_idx: int, layer_idx: int = 0, revision: int = 0, namespace: str = "r") -> BlockKey:
-    """A block's name."""
+    """Return the name of a block."""
     return BlockKey(namespace, layer_idx, block_idx, revision)
 
 
@@ -43,10 +43,10 @@ class TierContract:
     """
 
     def make(self, root: Path, capacity_bytes: int | None = None) -> Tier:
-        """A new, empty tier.
+        """Return a new, empty tier.
 
         Args:
-            root: a directory that is the tier's alone, not made yet in some tests.
+            root: a directory for this tier alone, which does not exist yet in some tests.
             capacity_bytes: as of `Tier`.
         """
         raise NotImplementedError
@@ -146,7 +146,7 @@ class TierContract:
         self.check(tier, 0)
 
     def test_what_a_failed_try_left_is_no_obstacle(self, tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The first try fails when all is written, the second has to store the block again."""
+        """Let the first try fail after all is written: the second has to store the block again."""
         original, tries = tier.start_write, 0
 
         def failing_once(key: BlockKey, layout: BlockLayout, source: Bits) -> Sequence[TierFuture]:
@@ -207,7 +207,7 @@ class TierContract:
         tier.close()
 
     def check(self, tier: Tier, index: int) -> None:
-        """The block of an index is what was written."""
+        """Check that the block of an index is what was written."""
         target = np.zeros((1, BF16.rows, BF16.row_elements), BF16.bits_dtype)
         tier.read_into([key(index)], BF16, target).result()
         assert np.array_equal(target[0], payload_of(BF16, index))
@@ -218,7 +218,7 @@ class TierContract:
         tier.close()
 
     def test_several_threads(self, tmp_path: Path) -> None:
-        """Each writes, reads and deletes blocks of its own, in a tier that is too small for all of them."""
+        """Write, read and delete blocks in each thread, in a tier that is too small for all of them."""
         room = self.make(tmp_path / "probe").occupied_bytes(BF16)
         tier = self.make(tmp_path / "tier", capacity_bytes=6 * room)
 
@@ -246,12 +246,12 @@ class TierContract:
         tier.close()
 
     def occupied(self, tier: Tier) -> int:
-        """Bytes that the tier takes from where it keeps blocks."""
+        """Return the bytes that the tier takes of its storage."""
         return tier.used_bytes
 
 
 class StorageTierContract(TierContract):
-    """Of tiers that keep blocks in files, below a directory."""
+    """The contract of tiers that keep blocks in files, below a directory."""
 
     def test_lost_block_is_an_error_not_zeros(self, tier: Tier) -> None:
         tier.write(key(0), BF16, payload_of(BF16, 0)).result()
@@ -278,5 +278,5 @@ class StorageTierContract(TierContract):
 
     @staticmethod
     def chunk_files(tier: Tier) -> list[Path]:
-        """The files in which blocks are."""
+        """Return the files that hold blocks."""
         return [path for path in tier.root.rglob("*") if path.is_file() and path.name != "zarr.json"]

@@ -23,15 +23,15 @@ from .io import Doing, TierFuture, TierIO, caused_by, failures_as_tier_errors
 logger = logging.getLogger(__name__)
 
 DELETED_TOGETHER = 128
-"""Blocks that are removed at a time: enough to keep storage busy, few enough that nothing waits long for it."""
+"""Blocks that are removed at a time: enough to keep storage busy, few enough not to delay other work."""
 
 _TierClass = TypeVar("_TierClass", bound="type[Tier]")
 
 
 class Tier(ABC):
-    """One place that stores sealed blocks, host memory in, host memory out.
+    """One place that stores sealed blocks, which it takes from and returns to host memory.
 
-    A tier of one's own implements `start_write`, `start_read` and `start_delete`, and is registered:
+    A custom tier implements `start_write`, `start_read` and `start_delete`, and is registered:
 
     ```python
     @register_tier("mine")
@@ -42,30 +42,30 @@ class Tier(ABC):
     TieredCacheConfig(l2_tier="mine", l2_options={...})
     ```
 
-    Whatever the three raise, also later in their futures, is taken care of: what the failed try may have left is
-    removed, and the operation is tried once more. When that fails, too, room and key are given back, and a
-    `TierError` with the cause goes to the user. Nothing is lost by that. A tier that finds itself full raises
-    `TierFullError`: the block then goes elsewhere.
+    Whatever these three raise, also later in their futures, is handled: what the failed try may have left is
+    removed, and the operation is tried once more. When that fails, too, room and key are given back, and the user
+    gets a `TierError` with the cause. No data is lost by that. A tier that is full raises `TierFullError`: the
+    block then goes elsewhere.
 
     All methods may be called from any thread, several at a time. A block is written once; its key is unique.
 
     Invariants:
-        - `used_bytes <= capacity_bytes` at every moment: room is taken before a write starts and given back
+        - `used_bytes <= capacity_bytes` at every moment: room is reserved before a write starts and given back
           after the block is gone, or when the write has failed;
         - a block is readable from the moment its write's `result()` has returned until `delete`.
 
     Args:
-        name: `"L1"`, say, as users see it.
+        name: as users see it, e.g. `"L1"`.
         root: an empty directory that belongs to this tier alone; `None` for a tier that needs none.
         capacity_bytes: limit on what the tier occupies; `None` for no limit.
         config: all settings.
     """
 
     needs_directory: ClassVar[bool] = True
-    """True if the tier keeps files in a directory, which is made for it below `l1_path` or `l2_url` and removed
+    """True if the tier keeps files in a directory, which is created for it below `l1_path` or `l2_url` and removed
     afterwards. Otherwise those settings need not be given, and `clear` is called at the end."""
     known_options: ClassVar[tuple[str, ...]] = ()
-    """The names that `l1_options` or `l2_options` may have for it."""
+    """The names of its options, for `l1_options` or `l2_options`."""
 
     def __init__(
         self, name: str, root: Path | None, capacity_bytes: int | None, config: TieredCacheConfig
@@ -82,22 +82,25 @@ class Tier(ABC):
 
     @classmethod
     def check_url(cls, url: str) -> None:
-        """Check what the user gave as `l2_url` or `l1_path`. By default a tier that needs a directory takes the
-        path of an existing one, also as `file://...`, and any other takes everything.
+        """Check the user's `l2_url` or `l1_path`.
+
+        By default a tier that needs a directory accepts the path of an existing one, also as `file://...`, and any
+        other tier accepts everything.
 
         Raises:
-            ConfigError: the tier cannot be there. The message begins with the value and says what to give.
+            ConfigError: the tier cannot use it. The message begins with the value and says what to give.
         """
         if cls.needs_directory and "://" in url and not url.startswith("file://"):
             raise ConfigError(f"{url!r}: only local directories are available yet")
 
     @classmethod
     def check_options(cls, options: Mapping[str, Any]) -> None:
-        """Check what the user gave as `l1_options` or `l2_options`. By default every name must be one of
-        `known_options`; extend it to check the values.
+        """Check the user's `l1_options` or `l2_options`.
+
+        By default every name must be one of `known_options`; extend this method to check the values.
 
         Raises:
-            ConfigError: an option does not exist, or makes no sense.
+            ConfigError: an option does not exist, or is invalid.
         """
         for name in options:
             if name not in cls.known_options:
@@ -108,19 +111,19 @@ class Tier(ABC):
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """Its options, checked."""
+        """The options of the tier, checked."""
         own = {"L1": self._config.l1_options, "L2": self._config.l2_options}
         return own.get(self.name) or {}
 
     @property
     def url(self) -> str | None:
-        """`l1_path` or `l2_url` as the user gave it, checked; `None` where it was left out."""
+        """`l1_path` or `l2_url` as the user gave it, checked; `None` if not given."""
         given = {"L1": self._config.l1_path, "L2": self._config.l2_url}.get(self.name)
         return None if given is None else os.fspath(given)
 
     @property
     def root(self) -> Path:
-        """Its directory; only of a tier that `needs_directory`."""
+        """The directory of a tier that `needs_directory`; others have none."""
         assert self._root is not None
         return self._root
 
@@ -138,11 +141,11 @@ class Tier(ABC):
 
     @property
     def io_mode(self) -> str | None:
-        """The way the tier reads now, when there is a choice."""
+        """The current mode of reading, when there is a choice."""
         return None
 
     def occupied_bytes(self, layout: BlockLayout) -> int:
-        """Bytes that a block of this layout takes at most."""
+        """Return the most bytes that a block of this layout takes."""
         return layout.nbytes
 
     def has_room(self, occupied_bytes: int) -> bool:
@@ -159,16 +162,16 @@ class Tier(ABC):
             key: the block's name. Nothing is stored under it, unless an earlier try left something that
                 `start_delete` could not remove.
             layout: its layout, for `start_read`.
-            source: `[rows, row_elements]`, unsigned integers of `layout.bits_dtype`, contiguous. It changes as
-                soon as the write is over: copy what is to be kept.
+            source: `[rows, row_elements]`, unsigned integers of `layout.bits_dtype`, contiguous. It is
+                overwritten as soon as the write is over: copy what must be kept.
 
         Returns:
-            A sequence of objects with `result(timeout=)`, one for each thing that was begun; the block is stored
-            when all of them have returned. An empty one when it is stored already.
+            A sequence of objects with `result(timeout=)`, one for each operation that was begun; the block is
+            stored when all of them have returned. Empty if it is stored already.
 
         Raises:
             TierFullError: there is no space left.
-            Exception: anything else that went wrong.
+            Exception: any other failure.
         """
 
     @abstractmethod
@@ -178,51 +181,57 @@ class Tier(ABC):
         Args:
             keys: the blocks, of any layers and requests.
             layout: as it was given to `start_write`.
-            target: `[len(keys), rows, row_elements]`, to be filled in place, and to be left alone from the moment
-                the last future has returned or raised.
+            target: `[len(keys), rows, row_elements]`, to be filled in place. Do not write to it after the last
+                future has returned or raised.
 
         Returns:
-            A sequence of objects with `result(timeout=)`; `target` is complete when all of them have returned. An
-            empty one when it is complete already.
+            A sequence of objects with `result(timeout=)`; `target` is complete when all of them have returned.
+            Empty if it is complete already.
 
         Raises:
-            KeyError: a block is not there.
-            Exception: anything else that went wrong.
+            KeyError: a block is missing.
+            Exception: any other failure.
         """
 
     @abstractmethod
     def start_delete(self, key: BlockKey) -> Sequence[TierFuture]:
-        """Begin to remove a block, or what a failed write may have left of it; nothing when there is nothing.
+        """Begin to remove a block, or what a failed write may have left of it. Do nothing if there is neither.
+
         Many deletions may be under way at a time.
 
         Returns:
-            A sequence of objects with `result(timeout=)`; the block is gone when all of them have returned. An
-            empty one when it is gone already.
+            A sequence of objects with `result(timeout=)`; the block is gone when all of them have returned. Empty
+            if it is gone already.
 
         Raises:
-            Exception: it could not be removed. It is tried again later, so removing twice is no error.
+            Exception: the block could not be removed. That is tried again later: removing twice is no error.
         """
 
     # -- optional -------------------------------------------------------------------------------------------------
 
     def forget(self, key: BlockKey) -> None:
-        """A block has been removed: drop what is remembered of it."""
+        """Drop what the tier remembers of a block that was removed."""
 
     def tensor(self, key: BlockKey) -> torch.Tensor | None:
-        """A stored block in memory that a device can read by itself, flat uint8, valid until `delete`; `None`
-        where there is no such memory."""
+        """Return a stored block in memory that a device can read directly, flat uint8, valid until `delete`.
+
+        `None` if there is no such memory.
+        """
         return None
 
     def lock_pages(self, device: torch.device) -> None:
-        """Copies of a CUDA device will read what `tensor` returns: such memory is page-locked from now on, where
-        the system allows it."""
+        """Page-lock the memory that `tensor` returns from now on, where the system allows it.
+
+        A CUDA device will copy from it.
+        """
 
     def flush(self) -> None:
         """Make what was written readable by others. Blocks."""
 
     def clear(self) -> None:
-        """Remove everything that is stored; called at the end, before `close`, where no directory is removed. By
-        default block by block. Blocks.
+        """Remove everything that is stored, by default block by block. Blocks.
+
+        Called at the end, before `close`, if there is no directory to be removed.
 
         Raises:
             TierError: something could not be removed.
@@ -235,12 +244,12 @@ class Tier(ABC):
             raise failure
 
     def close(self) -> None:
-        """Let go of open files and connections. May be called twice."""
+        """Close files and connections. May be called twice."""
 
     # -- what the rest of the package calls -----------------------------------------------------------------------
 
     def write(self, key: BlockKey, layout: BlockLayout, source: Bits) -> TierIO:
-        """Start to store one block; may have stored it when this returns.
+        """Start to store one block; it may be stored already when this returns.
 
         Args:
             key: the block's name, new to this tier.
@@ -301,7 +310,7 @@ class Tier(ABC):
         """Remove blocks, all at the same time; their room is free afterwards. Blocks.
 
         Returns:
-            What went wrong, for each block that is still there and keeps its room.
+            The error, for each block that is still there and keeps its room.
         """
         begun: dict[BlockKey, TierIO] = {}
         failures: dict[BlockKey, TierError] = {}
@@ -317,7 +326,7 @@ class Tier(ABC):
 
     @contextmanager
     def _failure_into(self, failures: dict[BlockKey, TierError], key: BlockKey) -> Iterator[None]:
-        """Whatever is raised in here, note it: the other blocks must not be forgotten for it."""
+        """Record whatever is raised inside, so that the other blocks are handled as well."""
         try:
             yield
         except TierError as error:
@@ -329,11 +338,11 @@ class Tier(ABC):
         return TierIO(lambda: self.start_delete(key), "deleting", self._describe("deleting", key))
 
     def _discard(self, key: BlockKey) -> None:
-        """A write has failed for good: give room and key back, and remove what is left of it if possible."""
+        """Clean up after a failed write: give room and key back, and remove what is left of it if possible."""
         try:
             self._remove(key).result()
         except TierError as error:
-            logger.warning("%s; what a failed write may have left of it stays", error)
+            logger.warning("%s; parts that the failed write stored may remain", error)
         finally:
             self._give_back(key)
             self.forget(key)

@@ -20,9 +20,9 @@ class TierChoice:
     """A tier that the settings ask for.
 
     Args:
-        name: `"L1"`, say.
+        name: e.g. `"L1"`.
         tier_class: its implementation.
-        base: below which it gets a private directory; `None` where it needs none.
+        base: parent of its private directory; `None` if it needs none.
     """
 
     name: str
@@ -30,7 +30,7 @@ class TierChoice:
     base: Path | None
 
     def open(self, root: Path | None, capacity_bytes: int | None, config: TieredCacheConfig) -> Tier:
-        """The tier itself.
+        """Open the tier.
 
         Raises:
             TierError: it cannot be opened.

@@ -1,12 +1,12 @@
-"""Host memory as a tier: blocks as they are, page-locked once a CUDA device reads them.
+"""Host memory as a tier: blocks are stored as they are, page-locked once a CUDA device reads them.
 
     in use by blocks      kept for blocks to come      may still be mapped
     |<-- used_bytes -->|<-- at most an eighth -->|<-- ... -->| capacity_bytes
     |<------------- mapped_bytes ---------------->|
 
-Buffers are mapped whole pages, each for one block, so that what is given up goes back to the system at once
-and no allocator rounds or hoards. Mapping and page-locking take longer than the copy of a block; hence some
-are kept.
+Each buffer is a mapping of whole pages for one block, so that freed memory goes back to the system at once
+and no allocator rounds sizes or hoards memory. Mapping and page-locking take longer than the copy of a block;
+hence some free buffers are kept.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .io import TierFuture
 
 logger = logging.getLogger(__name__)
 
-# Of the capacity: buffers without a block that are kept. About what sinks at a time between the watermarks.
+# Share of the capacity for free buffers that are kept: about what is demoted at a time between the watermarks.
 _KEPT_SHARE = 1 / 8
 # cudaHostRegisterPortable: page-locked for every device.
 _PORTABLE = 1
@@ -57,16 +57,16 @@ class _Buffer:
         self._unlock: weakref.finalize[Any, Any] | None = None
 
     def lock_pages(self, device: torch.device) -> int:
-        """Page-lock it for all CUDA devices, unless it is. Returns CUDA's error, 0 when it is locked.
+        """Page-lock the buffer for all CUDA devices, unless it is. Return CUDA's error, 0 when it is locked.
 
         Args:
-            device: one that is in use. To use another for the first time costs hundreds of megabytes.
+            device: one that is in use already. The first use of another one takes hundreds of megabytes.
         """
         if self._unlock is not None:
             return 0
         if hasattr(mmap, "MADV_DONTFORK"):
-            # After a fork parent and child share pages until one of them writes. If that is the parent, it goes on
-            # with a copy, which the device does not know. A child has no use for them.
+            # After a fork, parent and child share pages until one of them writes. If that is the parent, it goes
+            # on with a copy, which the device does not know. The child does not need the pages.
             assert self._mapping is not None
             self._mapping.madvise(mmap.MADV_DONTFORK)
         with torch.cuda.device(device):
@@ -81,7 +81,7 @@ class _Buffer:
         return 0
 
     def release(self) -> None:
-        """Give the memory back to the system; nobody has a tensor of it any more."""
+        """Give the memory back to the system. No tensor of it may be in use."""
         if self._unlock is not None:
             self._unlock()
         self.memory = self.memory.new_empty(0)
@@ -97,8 +97,10 @@ def _unlock_pages(memory: torch.Tensor, device: torch.device) -> None:
 
 
 def _forget_error(device: torch.device) -> None:
-    """The runtime remembers the last error of a thread, and PyTorch reports it for the next kernel that the thread
-    launches, whatever that is: let it be this one."""
+    """Clear the last CUDA error of this thread.
+
+    PyTorch would report it for the next kernel that the thread launches, so launch one here.
+    """
     with suppress(RuntimeError):
         torch.empty(1, device=device).fill_(0)
 
@@ -112,7 +114,7 @@ class HostTier(Tier):
 
     Invariants:
         - `mapped_bytes <= capacity_bytes` at every moment;
-        - buffers that are kept give way before a block is refused.
+        - free buffers that are kept are released before a block is refused.
     """
 
     needs_directory: ClassVar[bool] = False
@@ -131,31 +133,35 @@ class HostTier(Tier):
 
     @property
     def mapped_bytes(self) -> int:
-        """Bytes of memory that it occupies, blocks and buffers that are kept."""
+        """Bytes of memory that the tier occupies with blocks and with free buffers that are kept."""
         return self._mapped_bytes
 
     def occupied_bytes(self, layout: BlockLayout) -> int:
         return -(-layout.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
     def tensor(self, key: BlockKey) -> torch.Tensor:
-        """A stored block itself, flat uint8 of `layout.nbytes`, for a copy straight from where it is. It must
-        not be changed, and is valid until `delete`.
+        """Return a stored block itself, flat uint8 of `layout.nbytes`, to copy from directly.
+
+        It must not be changed, and is valid until `delete`.
 
         Raises:
-            KeyError: the block is not here.
+            KeyError: the block is not stored here.
         """
         buffer, nbytes = self._stored[key]
         return buffer.memory[:nbytes]
 
     def lock_pages(self, device: torch.device) -> None:
-        """As of `Tier`, for buffers that get a block from now on. (Copies from memory that is not locked are as
-        correct, but slower.) The first refusal of the system is the last try."""
+        """Page-lock buffers that get a block from now on; see `Tier`.
+
+        Copies from memory that is not locked are as correct, but slower. After the first refusal of the system,
+        locking is not tried again.
+        """
         with self._buffers_lock:
             if not self._refused:
                 self._locks_for = self._locks_for or device
 
     def clear(self) -> None:
-        """Nothing: the memory goes with `close`."""
+        """Do nothing: `close` frees the memory."""
 
     def close(self) -> None:
         with self._buffers_lock:
@@ -185,7 +191,7 @@ class HostTier(Tier):
         return ()
 
     def _take(self, nbytes: int) -> _Buffer:
-        """A buffer of exactly this size, for which room is taken already."""
+        """Return a buffer of exactly this size, for which room is reserved already."""
         with self._buffers_lock:
             if self._kept.get(nbytes):
                 self._kept_bytes -= nbytes
@@ -202,13 +208,13 @@ class HostTier(Tier):
         if self._locks_for is not None and (status := buffer.lock_pages(self._locks_for)):
             logger.warning(
                 "host memory cannot be page-locked any more (CUDA error %d): new blocks stay unlocked, and copies "
-                "from there are slower. Lower host_capacity if this machine is short of memory",
+                "from there are slower. Lower host_capacity if the machine is short of memory",
                 status,
             )
             self._locks_for, self._refused = None, True
 
     def _keep(self, buffer: _Buffer) -> None:
-        """A buffer has lost its block."""
+        """Keep a buffer whose block was deleted, or release it."""
         with self._buffers_lock:
             whole = self._mapped_bytes if self.capacity_bytes is None else self.capacity_bytes
             if self._kept_bytes + buffer.nbytes <= whole * _KEPT_SHARE:
@@ -231,6 +237,6 @@ class HostTier(Tier):
 
 
 def _bits(memory: torch.Tensor, layout: BlockLayout) -> Bits:
-    """A block in memory as the tiers see it, `[rows, row_elements]`."""
+    """View a block in memory as the tiers see it, `[rows, row_elements]`."""
     bits: Bits = as_bits(layout.over(memory, 1))[0]
     return bits

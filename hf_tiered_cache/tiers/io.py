@@ -23,24 +23,26 @@ _TIMEOUTS = (TimeoutError, concurrent.futures.TimeoutError)
 
 
 class TierFuture(Protocol):
-    """Something that a tier has begun. Futures of tensorstore and of `concurrent.futures` are such objects."""
+    """A pending operation of a tier, such as a future of tensorstore or of `concurrent.futures`."""
 
     def result(self, timeout: float | None = None) -> Any:
-        """Wait until it is done, so many seconds at most. What is returned is ignored; what is raised is a
-        failure, `TimeoutError` when the time is over."""
+        """Wait until it is done, for `timeout` seconds at most.
+
+        The value returned is ignored. An exception is a failure, `TimeoutError` when the time is over.
+        """
 
 
 class TierIO:
-    """Reads, writes or deletions on their way. Keep it until `result()` has returned: dropping it may cancel them.
+    """Reads, writes or deletions under way. Keep it until `result()` has returned: dropping it may cancel them.
 
-    Here lives the second try that every operation of every tier has, whether the first one failed when it began or
-    in `result()`. There is none where a tier is full, and none after storage gave no answer in time: the first
-    try may still be under way then.
+    Every operation of every tier is tried a second time, whether the first try failed when it began or in
+    `result()`. There is no second try when a tier is full, nor when storage gave no answer in time: the first try
+    may still be under way then.
 
     Args:
         start: begins the operation; see `Tier.start_write` and its like.
-        doing: which operation it is.
-        describe: what is going on, for the error message.
+        doing: kind of operation.
+        describe: description of the operation, for error messages.
         clean: removes what a failed try may have left; when it raises, there is no second try.
         failed: called once when the operation failed for good, whatever was raised.
 
@@ -80,7 +82,7 @@ class TierIO:
         self._attempt(self._wait)
 
     def _attempt(self, step: Callable[[], None]) -> None:
-        """Take a step; when it fails, start over once."""
+        """Run a step; when it fails, start over once."""
         try:
             try:
                 step()
@@ -141,14 +143,14 @@ class TierIO:
 
 
 class _NoAnswerError(Exception):
-    """Storage took longer than it may."""
+    """Storage did not answer in time."""
 
 
 def _is_full(error: Exception) -> bool:
     """Return true if a write failed because there is certainly no space left."""
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno in (errno.ENOSPC, errno.EDQUOT)
-    # tensorstore raises a ValueError with the system's words.
+    # tensorstore raises a ValueError with the system's message.
     said = type(error) is ValueError and ("No space left" in str(error) or "quota exceeded" in str(error))
     return said or isinstance(error, TierFullError)
 
@@ -174,7 +176,7 @@ def translate(error: Exception, doing: Doing, describe: str) -> TierError:
 
 
 def caused_by(cause: BaseException, describe: str) -> TierError:
-    """A `TierError` for whatever was raised, `SystemExit` included, where nobody would hear of that."""
+    """Return a `TierError` for whatever was raised, `SystemExit` included, which would else go unnoticed."""
     error = TierError(f"{describe}: {cause!r}")
     error.__cause__ = cause
     return error
@@ -185,7 +187,7 @@ def failures_as_tier_errors(describe: str) -> Iterator[None]:
     """Turn whatever a tier or a policy raises inside into a `TierError`, with it as the cause.
 
     Args:
-        describe: what is going on, for the error message.
+        describe: description of the operation, for error messages.
     """
     try:
         yield

@@ -22,7 +22,7 @@ from ..core.host_memory import available_bytes
 from .base import Tier, register_tier
 from .io import TierFuture
 
-# Declared up front: a chunk that was never written costs nothing, a later resize would.
+# Declared up front: chunks that are never written cost nothing, a later resize would.
 _SLOTS = 1 << 40
 _FILE_SYSTEM_BLOCK_BYTES = 4096
 _CONCURRENT_FILE_OPERATIONS = 8
@@ -95,7 +95,7 @@ class NvmeTier(Tier):
         futures, first = [], 0
         for array, run in groupby(located, key=lambda pair: pair[0]):
             slots = np.array([slot for _, slot in run])
-            # The array over `target` is the destination: data lands where the caller wants it, without a copy.
+            # The array over `target` is the destination: data lands in the caller's memory, without a copy.
             part = ts.array(target[first : first + len(slots)])
             futures.append(part.write(array.readable[self._io_mode][slots]))
             first += len(slots)

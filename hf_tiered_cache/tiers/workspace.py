@@ -1,10 +1,10 @@
-"""Private directories: made by the cache, removed by the cache, and only those.
+"""Private directories, which the cache creates and removes; it removes no others.
 
     <base>/hf-tiered-<random>/          everything that one tier writes
-    <base>/hf-tiered-<random>.lock      locked as long as its owner lives
+    <base>/hf-tiered-<random>.lock      locked as long as its owner runs
 
-The lock is the operating system's: it falls when the process ends, however it ends. So a directory whose
-lock can be taken has no owner, and the next start sweeps it away; that of a living process is never touched.
+The operating system releases the lock when the process ends, however it ends. So a directory whose lock can be
+taken has no owner, and the next start removes it; that of a running process is never touched.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 _PREFIX = "hf-tiered-"
 _ENVIRONMENT = "HF_TIERED_CACHE_DIR"
-# A younger lock without a directory may belong to a process that is just about to make one.
+# A younger lock without a directory may belong to a process that is about to create one.
 _STALE_LOCK_SECONDS = 60.0
 _LOCK_TIMEOUT_SECONDS = 5.0
 
@@ -44,7 +44,7 @@ def default_base() -> Path:
     if configured:
         location = parse_location(configured, _ENVIRONMENT)
         if "://" in location:
-            raise ConfigError(f"{_ENVIRONMENT}={configured!r} is a URL: give a directory of this machine")
+            raise ConfigError(f"{_ENVIRONMENT}={configured!r} is a URL: give a local directory")
         return Path(location)
     user = os.getuid() if hasattr(os, "getuid") else os.environ.get("USERNAME", "user")
     return Path(tempfile.gettempdir()).absolute() / f"hf_tiered_cache-{user}"
@@ -53,7 +53,7 @@ def default_base() -> Path:
 def check_directory(path: str | os.PathLike[str], name: str) -> Path:
     """Return the user's directory as a `Path`.
 
-    It is not created: below an unmounted drive that would fill the wrong disk.
+    It is not created: if its drive is not mounted, that would fill the wrong disk.
 
     Raises:
         ConfigError: it is missing, not a directory, or not writable.
@@ -71,15 +71,15 @@ def check_directory(path: str | os.PathLike[str], name: str) -> Path:
 
 
 class PrivateDirectory:
-    """A directory of this object's own below `base`, gone after `close()` or with the process.
+    """A directory below `base` for this object alone, removed by `close()` or at the end of the process.
 
-    Making one also sweeps what dead processes left below `base`.
+    Creating one also removes what dead processes left below `base`.
 
     Args:
         base: parent directory; created when it is the default one.
 
     Raises:
-        TierError: it cannot be made there.
+        TierError: it cannot be created there.
     """
 
     def __init__(self, base: Path) -> None:
@@ -87,19 +87,19 @@ class PrivateDirectory:
             base.mkdir(mode=0o700, parents=True, exist_ok=True)
             _sweep(base)
             self.path = base / f"{_PREFIX}{secrets.token_hex(8)}"
-            # Held before there is a directory, so that a sweep never meets one without an owner. Released by
-            # whichever thread runs the finalizer, so it must not belong to this one.
+            # Held before there is a directory, so that a sweep never finds one without an owner. Any thread may
+            # run the finalizer, which releases the lock, so it must not belong to this thread.
             self._lock = FileLock(_lock_path(self.path), thread_local=False)
-            # Before anything is made, for the case that an interrupt strikes in between.
+            # Before anything is created, in case an interrupt strikes in between.
             self._finalizer = weakref.finalize(self, _remove_own, self.path, self._lock, os.getpid())
-            # Nobody else knows this name: what is not granted at once never will be.
+            # No other process knows this name: a lock that is not granted at once never will be.
             self._lock.acquire(timeout=_LOCK_TIMEOUT_SECONDS)
             self.path.mkdir(mode=0o700)
         except OSError as error:
             raise TierError(f"cannot make a private directory below {base}: {error}") from error
 
     def close(self) -> None:
-        """Remove the directory with all it holds. May be called twice."""
+        """Remove the directory and its contents. May be called twice."""
         self._finalizer()
 
 
@@ -108,7 +108,7 @@ def _lock_path(directory: Path) -> Path:
 
 
 def _remove_own(directory: Path, lock: FileLock, owner_pid: int) -> None:
-    if os.getpid() == owner_pid:  # a forked child ends without taking its parent's data along
+    if os.getpid() == owner_pid:  # a forked child must not remove its parent's data
         _remove(directory, lock)
 
 

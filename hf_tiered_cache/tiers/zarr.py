@@ -1,12 +1,12 @@
-"""L2: a Zarr v3 group per request, in the layout that a reader expects; any Zarr library opens it.
+"""L2: a Zarr v3 group per request, in the layout that readers expect; any Zarr library opens it.
 
     <root>/<request>.rows<B>.rev<R>/                group; attributes: format, block_tokens, first_token, kv_dtype
         layers/<layer>/keys                         [B, H, S, D], one block of tokens per chunk
         layers/<layer>/values                       likewise
 
-A group goes with the last of its blocks. Token `s` of an array is token `first_token + s` of the sequence. `rev`
-is 0; blocks that were sealed again after a crop lie in the next revision. Elements are bit patterns of `kv_dtype`
-(Zarr v3 has no bfloat16).
+A group is removed with the last of its blocks. Token `s` of an array is token `first_token + s` of the sequence.
+`rev` is 0; blocks that were sealed again after a crop are in the next revision. Elements are bit patterns of
+`kv_dtype` (Zarr v3 has no bfloat16).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ZarrTier(Tier):
             {
                 "cache_pool": {"total_bytes_limit": 0},
                 "data_copy_concurrency": {"limit": 1},
-                "file_io_sync": False,  # what is written does not outlive the process
+                "file_io_sync": False,  # the data does not outlive the process
             }
         )
         self._open_lock = threading.Lock()
@@ -88,14 +88,14 @@ class ZarrTier(Tier):
                 self._remove_group(group)
 
     def _remove_group(self, group: str) -> None:
-        """A group without blocks: what is left of it is small. The tier's directory may go first."""
+        """Remove a group without blocks. What is left of it is small; the tier's directory may be gone already."""
         for address in [address for address in self._arrays if address[0] == group]:
             del self._arrays[address]
         self._groups = {path for path in self._groups if path != group and not path.startswith(f"{group}/")}
         shutil.rmtree(self.root / group, ignore_errors=True)
 
     def _chunk(self, key: BlockKey, layout: BlockLayout, which: str) -> ts.TensorStore:
-        """The part of an array that is this block, `[B, H, block_tokens, D]`; the array grows as needed."""
+        """Return the part of an array that is this block, `[B, H, block_tokens, D]`; the array grows as needed."""
         first, end = (index * layout.block_tokens for index in (key.block_idx, key.block_idx + 1))
         address = (_group(key, layout), key.layer_idx, which)
         with self._open_lock:

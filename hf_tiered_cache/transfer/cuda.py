@@ -1,4 +1,4 @@
-"""The copy engine of CUDA devices: two streams, and events that are used again."""
+"""The copy engine of CUDA devices: two streams, and a pool of events."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class CudaCopyEngine(CopyEngine):
     """Copies on two CUDA streams with page-locked host buffers.
 
     Host data is copied to the device in one piece, into a landing buffer that only the copy-in stream uses,
-    and put into place by kernels on that stream: a strided copy from the host would be one transfer per fragment.
-    What is on the device is put into place from where it is.
+    and scattered from there by kernels on that stream: a strided copy from the host would be one transfer per
+    fragment. Data that is already on the device is scattered from where it is.
 
-    Where the system refuses to lock pages, host memory is used as it is. Copies are then correct as before, as the
-    same events tell when they have finished, but the thread that asks for one may wait for it.
+    Where the system refuses to lock pages, host memory stays pageable. Copies remain correct, since the same
+    events tell when they have finished, but the thread that starts a copy may wait for it.
     """
 
     def __init__(self, device: torch.device, metrics: Metrics) -> None:
@@ -36,11 +36,11 @@ class CudaCopyEngine(CopyEngine):
         self._refusal_told = False
 
     def enter_thread(self) -> None:
-        # A new thread starts on the first device, and whatever it does there for the first time takes memory.
+        # A new thread starts on the first device, and its first operation there would take memory.
         torch.cuda.set_device(self.device)
 
     def _empty(self, nbytes: int) -> torch.Tensor:
-        """Memory of the current stream, neither accounted nor marked for other streams."""
+        """Return memory of the current stream, neither counted nor marked for other streams."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
@@ -99,7 +99,7 @@ class CudaCopyEngine(CopyEngine):
             return self._events.record(self._in, host_waits=ready is None)
 
     def _land(self, source: torch.Tensor) -> torch.Tensor:
-        """A copy of a host tensor on the device, until the next one; on the copy-in stream."""
+        """Copy a host tensor to the landing buffer, on the copy-in stream. Valid until the next call."""
         nbytes = source.numel() * source.element_size()
         if self._landing.numel() < nbytes:
             # Allocated on the copy-in stream: a smaller one, still in use there, is recycled in stream order.
@@ -138,15 +138,21 @@ class CudaCopyEngine(CopyEngine):
 
     @contextmanager
     def _on(self, stream: torch.cuda.Stream) -> Iterator[None]:
-        """Enqueue everything inside on a copy stream. Leaving `torch.cuda.stream` makes the device of the previous
-        stream current, the first one on most threads, and takes memory there; hence the device around it."""
+        """Enqueue everything inside on a copy stream.
+
+        Leaving `torch.cuda.stream` makes the device of the previous stream current, the first one on most threads,
+        and takes memory there; hence the device context around it.
+        """
         with torch.cuda.device(self.device), torch.cuda.stream(stream), torch.inference_mode(False):
             yield
 
 
 class _CudaEvent:
-    """A point in a stream. Its CUDA event is used again when nobody holds this any more: a stream that was told to
-    wait for it waits for what was recorded then, and a host thread that waits for it holds this."""
+    """A point in a stream.
+
+    Its CUDA event is reused once nothing refers to this object. That is safe: a stream that was told to wait for
+    the event waits for what was recorded at that time, and a host thread that waits for it refers to this object.
+    """
 
     __slots__ = ("_device", "_idle", "event")
 
@@ -156,13 +162,12 @@ class _CudaEvent:
         self._idle = idle
 
     def wait(self) -> None:
-        with torch.cuda.device(self._device):  # else it takes memory on the calling thread's, the first one maybe
+        with torch.cuda.device(self._device):  # else it takes memory on the thread's device
             self.event.synchronize()
 
     def __del__(self) -> None:
-        self._idle.append(
-            self.event
-        )  # takes no lock: the garbage collector may call this in the middle of anything
+        # Takes no lock: the garbage collector may call this in the middle of anything.
+        self._idle.append(self.event)
 
 
 class _EventPool:
@@ -177,8 +182,7 @@ class _EventPool:
         self._idle: dict[bool, deque[torch.cuda.Event]] = {False: deque(), True: deque()}
 
     def record(self, stream: torch.cuda.Stream, host_waits: bool = False) -> _CudaEvent:
-        """Mark a stream as it is now. A host thread that waits for the event sleeps if that was foreseen
-        (`host_waits`); otherwise it spins."""
+        """Record an event on a stream. A host thread that waits for it sleeps if `host_waits`, else it spins."""
         idle = self._idle[host_waits]
         try:
             event = idle.pop()

@@ -11,7 +11,7 @@ from .engine import CopyEngine, CpuCopyEngine
 
 
 def make_engine(device: torch.device, metrics: Metrics) -> CopyEngine:
-    """The engine for a device.
+    """Return the engine for a device.
 
     Raises:
         UnsupportedModelError: the device is neither a CUDA device nor the CPU.

@@ -1,4 +1,4 @@
-"""The copy engine: moves bytes between one accelerator and the host, in order, while the caller goes on.
+"""The copy engine: moves bytes between one accelerator and the host, in order and asynchronously.
 
 Two streams per device, each strictly first in, first out, and events between them and the compute stream:
 
@@ -46,12 +46,13 @@ class CopyEngine(ABC):
         self._metrics = metrics
 
     def allocate(self, nbytes: int, compute_only: bool = False) -> torch.Tensor:
-        """A flat uint8 tensor on the device, uninitialised, accounted. It may be mutated inside and outside of
-        inference mode.
+        """Return a flat uint8 tensor on the device, uninitialised and counted.
+
+        It may be mutated inside and outside of inference mode.
 
         Args:
             nbytes: its size.
-            compute_only: no copy will touch it, only what is computed; else all streams of this engine may.
+            compute_only: whether only the compute stream will use it; else all streams of this engine may.
         """
         with torch.inference_mode(False):
             buffer = self._allocate(nbytes)
@@ -62,18 +63,18 @@ class CopyEngine(ABC):
         return buffer
 
     def free(self, buffer: torch.Tensor) -> None:
-        """Give up a tensor from `allocate`; the caller drops its references."""
+        """Free a tensor from `allocate`; the caller drops its references."""
         self._metrics.allocated_l0(-buffer.numel())
         self.recycled(buffer)
 
     def enter_thread(self) -> None:
-        """The calling thread, a new one, will work for this device only."""
+        """Prepare the calling thread, a new one, to work for this device only."""
 
     @abstractmethod
     def _allocate(self, nbytes: int) -> torch.Tensor: ...
 
     def _copies_use(self, buffer: torch.Tensor) -> None:
-        """Keep this memory, once freed, from being reused before the copy streams have passed its end."""
+        """Prevent reuse of this memory, once it is freed, until the copy streams have passed that point."""
 
     @property
     def wants_page_locks(self) -> bool:
@@ -82,45 +83,52 @@ class CopyEngine(ABC):
 
     @abstractmethod
     def allocate_host(self, nbytes: int) -> torch.Tensor:
-        """A flat uint8 tensor on the host, uninitialised; page-locked where that makes copies asynchronous and the
-        system allows it."""
+        """Return a flat uint8 tensor on the host, uninitialised.
+
+        It is page-locked where that makes copies asynchronous and the system allows it.
+        """
 
     def compute_stream(self) -> Any:
-        """The calling thread's compute stream, for `record_compute` from another thread."""
+        """Return the calling thread's compute stream, for `record_compute` from another thread."""
         return None
 
     def computes_with(self, buffer: torch.Tensor) -> None:
-        """The calling thread's compute stream uses a buffer that another one may have allocated, so that it is not
-        given to anybody before both have passed its end."""
+        """Record that the calling thread's compute stream uses a buffer, which another one may have allocated.
+
+        Once freed, the buffer is not reused before both streams have passed that point.
+        """
 
     @abstractmethod
     def record_compute(self, stream: Any = None) -> Event:
-        """Mark a compute stream, the calling thread's when `None`, as it is now."""
+        """Record an event on a compute stream, the calling thread's if `None`."""
 
     @abstractmethod
     def compute_waits(self, event: Event) -> None:
-        """Let what is computed from now on wait for an event of a copy stream."""
+        """Make later computation wait for an event of a copy stream."""
 
     @abstractmethod
     def copy_out(self, source: torch.Tensor, target: torch.Tensor, after: Event) -> Event:
-        """Copy a flat device tensor to a flat host tensor of the same size, after an event of the compute
-        stream. The event returned has fired when `target` is complete and `source` may be overwritten."""
+        """Copy a flat device tensor to a flat host tensor of the same size, after an event of the compute stream.
+
+        Returns:
+            An event that fires when `target` is complete and `source` may be overwritten.
+        """
 
     @abstractmethod
     def copy_in(
         self, source: torch.Tensor, scatter: ScatterFunction, after: Event, ready: Event | None = None
     ) -> Event:
-        """Put the parts of a contiguous tensor where they belong on the device.
+        """Scatter the parts of a contiguous tensor to their targets on the device.
 
         Args:
             source: on the host, where it may be read at once, or on the device.
-            placement: called with a tensor on the device that equals `source`; yields `(target, part)` pairs
+            scatter: called with a tensor on the device that equals `source`; yields `(target, part)` pairs
                 of equal shape, `part` a view of its argument.
             after: event of the compute stream that must have passed before a target is overwritten.
             ready: event that must have passed before `source` is read; `None` for one on the host, and only then.
 
         Returns:
-            An event that has fired when the targets are complete and `source` may be overwritten.
+            An event that fires when the targets are complete and `source` may be overwritten.
         """
 
     @abstractmethod
@@ -131,31 +139,33 @@ class CopyEngine(ABC):
 
     @property
     def host_writes(self) -> bool:
-        """True if the device's memory is host memory, so that storage may be read straight into it."""
+        """True if the device's memory is host memory, so that storage may be read directly into it."""
         return False
 
     @abstractmethod
     def free_after_copies(self, buffer: torch.Tensor) -> None:
-        """Like `free`, for a buffer that copies asked for before may still read or write."""
+        """Like `free`, for a buffer that copies requested earlier may still read or write."""
 
     @abstractmethod
     def record_copy_in(self) -> Event:
-        """Mark the copy-in stream as it is now, for `compute_waits`: fires when all copies that were asked for
-        have finished."""
+        """Record an event on the copy-in stream, for `compute_waits`.
+
+        It fires when all copies that were requested have finished.
+        """
 
     @abstractmethod
     def finish_copies_in(self) -> None:
-        """Block the calling host thread until the copies to the device that were asked for have finished."""
+        """Block the calling host thread until all requested copies to the device have finished."""
 
     def recycled(self, buffer: torch.Tensor) -> None:
-        """Called with a buffer, of either side, whose content nobody may read any more; tests poison it here."""
+        """Take note of a buffer, on device or host, whose content must not be read any more. Tests poison it."""
 
     def close(self) -> None:
         """Finish all copies and end. Blocks. May be called twice."""
 
 
 class _PassedEvent:
-    """The compute stream of the CPU is the calling thread: whatever it was asked to do, it has done."""
+    """An event of the CPU's compute stream: that is the calling thread, so the event has always fired."""
 
     def wait(self) -> None:
         return
@@ -170,7 +180,7 @@ class _TaskEvent:
 
 
 class CpuCopyEngine(CopyEngine):
-    """Copies on two threads, single-threaded each; the twin of the CUDA engine for models on the CPU."""
+    """Copies on two threads, one per direction; the counterpart of the CUDA engine for models on the CPU."""
 
     def __init__(self, device: torch.device, metrics: Metrics) -> None:
         super().__init__(device, metrics)
@@ -231,7 +241,7 @@ class CpuCopyEngine(CopyEngine):
         self._in.submit(lambda: None).result()
 
     def close(self) -> None:
-        # To the last: who waits for a copy, such as write-back, is not told that it failed.
+        # Finish all copies, so that those who wait for one, such as write-back, do not see it fail.
         self._out.close(finish=True)
         self._in.close(finish=True)
 

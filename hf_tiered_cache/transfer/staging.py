@@ -1,4 +1,4 @@
-"""Staging buffers: few, reused, and waited for when all are in use."""
+"""Staging buffers: a few host buffers, which are reused; callers wait when all are in use."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ class StagingSlot:
     ready: Event | None = None
 
     def payload(self, layout: BlockLayout, blocks: int = 1) -> torch.Tensor:
-        """The start of the buffer as `[blocks, rows, row_elements]`."""
+        """View the start of the buffer as `[blocks, rows, row_elements]`."""
         return layout.over(self.buffer, blocks)
 
     def bits(self, layout: BlockLayout, blocks: int = 1) -> Bits:
-        """The same as numpy integers, for the tiers."""
+        """View the same as numpy integers, for the tiers."""
         return as_bits(self.payload(layout, blocks))
 
 
 class StagingPool:
-    """A fixed number of host buffers of one engine, which grow to the largest block they have met.
+    """A fixed number of host buffers of one engine, which grow to the largest block that they have held.
 
     Args:
         engine: allocates the buffers (page-locked on CUDA).
-        slots: how many there are.
+        slots: number of buffers.
         metrics: counts waits for the lock.
     """
 
@@ -56,11 +56,11 @@ class StagingPool:
         return bool(self._waiting)
 
     def acquire(self, nbytes: int, check: Callable[[], None] = lambda: None) -> StagingSlot:
-        """Take a slot of at least `nbytes`; blocks until there is one. Who came first is served first.
+        """Take a slot of at least `nbytes`. Blocks until there is one; threads are served in FIFO order.
 
         Args:
             nbytes: size needed.
-            check: called before each wait; what it raises ends the wait. `wake` has it called again.
+            check: called before each wait, and again after `wake`; an exception from it ends the wait.
         """
         ticket = this_thread().reference
         try:
@@ -86,7 +86,7 @@ class StagingPool:
         return slot
 
     def release(self, slot: StagingSlot) -> None:
-        """Give a slot back; nobody reads or writes its buffer any more."""
+        """Give back a slot whose buffer is no longer read or written."""
         slot.ready = None
         self._engine.recycled(slot.buffer)
         with self._condition:
@@ -106,7 +106,7 @@ class StagingPool:
             return self._free.pop() if self._serves(ticket) else None
 
     def wake(self) -> None:
-        """Let everybody who waits call `check` again."""
+        """Make all waiting threads call `check` again."""
         with self._condition:
             self._wakes += 1
             self._condition.notify_all()
@@ -116,9 +116,9 @@ class SlotRing:
     """A few buffers used in turn by one thread; the next use of each waits until its last copy has finished.
 
     Args:
-        slots: how many.
-        allocate, free: make and give up a buffer of some bytes.
-        recycled: told of a buffer before it is handed out again.
+        slots: number of buffers.
+        allocate, free: allocate a buffer of some bytes, and free one.
+        recycled: called with a buffer before it is used again.
         wait: waits for an event in the way that the user of the buffers needs.
     """
 
@@ -138,12 +138,12 @@ class SlotRing:
         self._slots: deque[tuple[torch.Tensor, Event | None]] = deque((allocate(0), None) for _ in range(slots))
 
     def next(self, nbytes: int) -> torch.Tensor:
-        """The buffer whose turn it is, free to be overwritten, cut to `nbytes`. May block; see `wait`."""
+        """Return the next buffer, free to be overwritten, cut to `nbytes`. May block; see `wait`."""
         buffer, copied = self._slots[0]
         if copied is not None:
             try:
                 self._wait(copied)
-            except Exception:  # not an interrupt, after which it is still being copied
+            except Exception:  # not an interrupt, after which the copy is still running
                 self._slots[0] = (buffer, None)  # a copy that failed is reported once
                 raise
             self._slots[0] = (buffer, None)
@@ -155,18 +155,18 @@ class SlotRing:
         return buffer[:nbytes]
 
     def retire(self) -> None:
-        """Give up the buffer whose turn it is: too small, or a read that failed may still write to it."""
+        """Free the next buffer: it is too small, or a read that failed may still write to it."""
         self._free(self._slots[0][0])
         self._slots[0] = (self._allocate(0), None)
 
     def busy_until(self, event: Event) -> None:
-        """The buffer that `next` gave is being copied, until `event`; the turn goes on."""
+        """Mark the buffer from `next` as being copied until `event`, and go on to the following one."""
         buffer, _ = self._slots[0]
         self._slots[0] = (buffer, event)
         self._slots.rotate(-1)
 
     def close(self) -> None:
-        """Give the memory up; all copies have finished."""
+        """Free the memory. All copies must have finished."""
         for buffer, _ in self._slots:
             self._free(buffer)
         self._slots.clear()

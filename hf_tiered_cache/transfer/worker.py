@@ -15,8 +15,8 @@ from typing import Any, Generic, TypeVar
 
 logger = logging.getLogger(__name__)
 
-# How far a thread yields to the model's own. What attention will wait for yields a little, the rest much: on a
-# machine whose CPU also computes, a prefetch that yields much is late.
+# How far a thread yields to the model's own. Work that attention waits for yields a little, the rest much: where
+# the CPU also computes, a prefetch that yields much is late.
 AWAITED_NICENESS = 1
 BACKGROUND_NICENESS = 10
 
@@ -24,10 +24,10 @@ T = TypeVar("T")
 
 
 class Task(Generic[T]):
-    """Something that another thread does, and what comes of it.
+    """A function that another thread runs, and its result.
 
-    Like `concurrent.futures.Future`, but without locks that an interrupt (Ctrl-C) may leave taken; see `locks`.
-    Whoever takes a task from its queue either runs it or lets it fail.
+    Like `concurrent.futures.Future`, but without locks that an interrupt (Ctrl-C) may leave locked; see
+    `core.locks`. A task that is taken from its queue must be run or failed.
     """
 
     def __init__(self, function: Callable[[], T]) -> None:
@@ -40,7 +40,7 @@ class Task(Generic[T]):
         self._pending.acquire()
 
     def run(self) -> None:
-        """Do it, on the calling thread."""
+        """Run the function on the calling thread."""
         function, self._function = self._function, None
         assert function is not None
         try:
@@ -48,13 +48,14 @@ class Task(Generic[T]):
         except BaseException as error:
             self._error = error
             self._end()
-            # The error holds this frame and its callers': no cycle, which would keep all that the function holds.
+            # The error refers to this frame and its callers'. Break the cycle, which would keep alive all that the
+            # function holds.
             del self, function
         else:
             self._end()
 
     def fail(self, error: BaseException) -> None:
-        """Nobody will do it: whoever waits gets this error."""
+        """End the task without running it: those who wait for it get this error."""
         self._function, self._error = None, error
         self._end()
 
@@ -66,7 +67,7 @@ class Task(Generic[T]):
         """Return the result of the function. Blocks until it has ended.
 
         Raises:
-            CancelledError: it never began.
+            CancelledError: the task never began.
             BaseException: what the function raised.
         """
         with self._pending:  # taken until the end
@@ -79,7 +80,7 @@ class Task(Generic[T]):
             del self  # as in `run`
 
     def add_done_callback(self, callback: Callable[[], object]) -> None:
-        """Call a function when this has ended, on whatever thread, or now if it has."""
+        """Call a function when the task ends, on any thread, or now if it has ended."""
         self._callbacks.append(callback)
         if self._is_done:
             self._call_back()
@@ -104,7 +105,7 @@ class Task(Generic[T]):
 class Worker:
     """Runs tasks one after the other, in order, on a low-priority thread that starts with the first task.
 
-    Close it, else the thread stays.
+    The thread runs until `close`.
 
     Args:
         name: of the thread.
@@ -142,13 +143,13 @@ class Worker:
         """Drop the tasks that have not begun, finish the one that has, end the thread. May be called twice.
 
         Args:
-            finish: drop none of them, run all.
+            finish: whether to run all of them instead of dropping any.
         """
         self._dropping = self._dropping or not finish
         with self._entrance:
             if not self._closed:
                 if self._queue.qsize():
-                    self._start()  # an interrupt may have come between a task and the thread for it
+                    self._start()  # an interrupt may have come before the start of the thread
                 self._queue.put(None)
                 self._closed = True
             thread = self._thread
@@ -161,7 +162,7 @@ class Worker:
         if self._thread is None:
             thread = threading.Thread(target=self._serve, name=f"hf-tiered-{self._name}", daemon=True)
             thread.start()
-            self._thread = thread  # an interrupt before this leaves one that may or may not serve
+            self._thread = thread  # after an interrupt before this line, a thread may or may not run
 
     def _serve(self) -> None:
         with self._serving:  # one at a time
@@ -174,13 +175,13 @@ class Worker:
                 else:
                     task.run()
                 del task
-            self._queue.put(None)  # for the other one, if there are two
+            self._queue.put(None)  # for the other thread, if there are two
             if self._until_ended.locked():
                 self._until_ended.release()
 
     def _prepare(self) -> BaseException | None:
-        """Set the thread up. Returns what went wrong."""
-        if sys.platform == "linux":  # only there a thread has a priority of its own
+        """Set up the thread. Return the error if that fails."""
+        if sys.platform == "linux":  # only there does a thread have its own priority
             with suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self._niceness)
         try:
@@ -191,7 +192,7 @@ class Worker:
 
 
 class AwaitedFirst:
-    """Runs tasks on a worker, those that somebody waits for before those that look ahead; each kind in order.
+    """Runs tasks on a worker: those that a thread waits for before those that look ahead, each kind in order.
 
     Args:
         worker: closed with this.
@@ -209,7 +210,7 @@ class AwaitedFirst:
 
         Args:
             function: what to run.
-            awaited: whether somebody waits for it; see also `hurry`.
+            awaited: whether a thread waits for it; see also `hurry`.
 
         Raises:
             RuntimeError: this is closed.
@@ -221,7 +222,7 @@ class AwaitedFirst:
         return task
 
     def hurry(self, task: Task[Any]) -> None:
-        """Somebody waits for this task now."""
+        """Move a task to the awaited ones: a thread now waits for it."""
         with self._lock:
             if task in self._ahead:
                 self._ahead.remove(task)
@@ -239,7 +240,7 @@ class AwaitedFirst:
             task.fail(CancelledError())
 
     def _run_queued(self) -> None:
-        """Run all that is queued: an interrupt may have come between a task and the call of this for it."""
+        """Run all that is queued: an interrupt may have prevented the call of this for an earlier task."""
         while not self._closing and self._run_next():
             pass
 

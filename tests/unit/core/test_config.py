@@ -241,7 +241,7 @@ def test_an_unknown_setting_is_told_by_the_class_too() -> None:
         dataclasses.replace(TieredCacheConfig(), block_token=64)  # type: ignore[call-arg]
     with pytest.raises(ConfigError, match="'zzz': the settings are block_tokens, "):
         TieredCacheConfig(zzz=1)  # type: ignore[call-arg]
-    with pytest.raises(ConfigError, match="settings go as keywords"):
+    with pytest.raises(ConfigError, match="pass settings as keywords"):
         TieredCacheConfig(512)  # type: ignore[misc]
 
 
