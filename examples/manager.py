@@ -1,8 +1,8 @@
-"""The tiers without `generate`: store keys and values under a request's name, fetch any positions back.
+"""The tiers without `generate`: store keys and values under a request's name, and fetch any positions.
 
     python examples/manager.py
 
-For code that has its own attention loop: a serving prototype, an experiment with sparse attention.
+For code with its own attention loop, such as a serving prototype or an experiment with sparse attention.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main() -> None:
         query = torch.randn(BATCH, 4 * HEADS, 1, HEAD_DIM)
         key, value = torch.randn(2, BATCH, HEADS, 1, HEAD_DIM)
         outputs = [manager.attend("request", layer_id, query, key, value) for layer_id in range(LAYERS)]
-        print(f"attended to {TOKENS + 1} tokens, a few blocks at a time: {tuple(outputs[0].shape)}")
+        print(f"streaming attention over {TOKENS + 1} tokens, a few blocks at a time: {tuple(outputs[0].shape)}")
 
         manager.evict("request")  # every full block leaves L0; nothing is lost
         check(manager, keys, values, positions)

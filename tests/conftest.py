@@ -1,4 +1,4 @@
-"""What every test gets: its own storage directory, one torch thread, a check that nothing is left behind."""
+"""Fixtures of every test: a private storage directory, one torch thread, a check that nothing is left behind."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ THREAD_PREFIX = "hf-tiered"
 
 
 def pytest_configure() -> None:
-    """One thread, so that parallel test workers do not fight for cores; and no advice on missing kernels."""
+    """Use one thread, so that parallel workers do not compete for cores; silence advice on missing kernels."""
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
 
@@ -36,13 +36,13 @@ def cache_directory(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytes
 
 @pytest.fixture(autouse=True)
 def no_host_tier_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests say which tiers they use; a share of this machine's memory would keep everything from the others."""
+    """Turn host memory off by default: a share of the machine's memory would leave nothing for the other tiers."""
     monkeypatch.setattr(resources, "_DEFAULT_HOST_SHARE", 0)
 
 
 @pytest.fixture
 def send_ctrl_c() -> Iterator[Callable[[float], CtrlC]]:
-    """Called with seconds, prepares a Ctrl-C after so long."""
+    """A function that prepares a Ctrl-C after a number of seconds."""
     before = signal.getsignal(signal.SIGINT)
     yield CtrlC
     signal.signal(signal.SIGINT, before)
@@ -50,11 +50,11 @@ def send_ctrl_c() -> Iterator[Callable[[float], CtrlC]]:
 
 @pytest.fixture(autouse=True)
 def no_leaks(cache_directory: Path) -> Iterator[None]:
-    """After a test its caches, closed or collected, have removed their directories and threads."""
+    """Check that a test's caches, closed or collected, have removed their directories and threads."""
     threads_before = set(threading.enumerate())
     yield
     if _left_behind(cache_directory, threads_before):
-        gc.collect()  # slow with all of transformers loaded, so only for those that do not close their caches
+        gc.collect()  # slow with all of transformers loaded, so only for tests that do not close their caches
     deadline = time.monotonic() + 2.0
     while (left := _left_behind(cache_directory, threads_before)) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -62,7 +62,7 @@ def no_leaks(cache_directory: Path) -> Iterator[None]:
 
 
 def _left_behind(directory: Path, threads_before: set[threading.Thread]) -> list[str]:
-    """Directories of caches and live threads that did not exist before the test."""
+    """Return cache directories and live threads that did not exist before the test."""
     threads = [
         thread.name
         for thread in set(threading.enumerate()) - threads_before

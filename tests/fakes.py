@@ -1,4 +1,4 @@
-"""Stand-ins with a purpose: an engine that is late and poisons what is free, tiers that are slow or fail."""
+"""Test doubles: an engine with late copies that poisons free buffers, tiers that are slow or fail."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ POISON = 0xFF  # a NaN in every float format
 
 
 class LateEngine(CpuCopyEngine):
-    """Copies start late, by random delays, and every buffer is poisoned the moment nobody may read it."""
+    """An engine whose copies start after random delays, and which poisons every buffer once it is released."""
 
     def __init__(self, device: torch.device, metrics: Metrics, max_delay_seconds: float = 0.002) -> None:
         super().__init__(device, metrics)
@@ -32,7 +32,7 @@ class LateEngine(CpuCopyEngine):
         buffer.fill_(POISON)
 
     def record_compute(self, stream: Any = None) -> Event:
-        return _LateEvent(self._dawdle)  # what waits for it, a copy or a read, starts late
+        return _LateEvent(self._dawdle)  # a copy or a read that waits for it starts late
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         self._dawdle()
@@ -51,20 +51,20 @@ class _LateEvent:
 
 
 class StagedLateEngine(LateEngine):
-    """As of a device whose memory the host cannot write to: every block goes through a staging buffer."""
+    """A late engine of a device whose memory the host cannot write: every block goes through a staging buffer."""
 
     host_writes = False
 
 
 class UnorderedEngine(StagedLateEngine):
-    """The control: as late as the others, and the compute stream waits for nothing."""
+    """The control: copies as late as in the others, but the compute stream waits for nothing."""
 
     def compute_waits(self, event: Event) -> None:
         return
 
 
 class MetaEngine(CpuCopyEngine):
-    """The engine of a device without data: keeps the books, moves nothing. For tests of placement on devices."""
+    """The engine of a device without data: accounts, but copies nothing. For tests of placement on devices."""
 
     host_writes = False
 
@@ -76,13 +76,13 @@ class MetaEngine(CpuCopyEngine):
 
 
 class Faults:
-    """Switches of the faulty tier; each test sets its own."""
+    """Switches of the faulty tier; each test sets the ones that it needs."""
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """All is well."""
+        """Switch all faults off."""
         self.write_error: str | None = None
         self.read_error: str | None = None
         self.delete_error: str | None = None
@@ -97,7 +97,7 @@ FAULTS = Faults()
 
 @register_tier("faulty")
 class FaultyTier(NvmeTier):
-    """An L1 that fails, or waits, as `FAULTS` says, with the messages that tensorstore would give."""
+    """An L1 that fails or waits as set in `FAULTS`, with the messages that tensorstore would give."""
 
     def start_write(self, key: BlockKey, layout: BlockLayout, source: Bits) -> Sequence[TierFuture]:
         FAULTS.writes += 1
@@ -121,7 +121,7 @@ class FaultyTier(NvmeTier):
 
 
 class RandomGovernor:
-    """In place of `WindowGovernor`: another size at each step, one to nine blocks."""
+    """A replacement for `WindowGovernor` with another size at each step, one to nine blocks."""
 
     def __init__(self, config: TieredCacheConfig, probe: object) -> None:
         self._random = random.Random(0)
@@ -146,7 +146,7 @@ def random_kv(
     value_shape: tuple[int, int] = (2, 8),
     dtype: torch.dtype = torch.float32,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V `[batch, heads, tokens, dim]`; shapes are `(heads, dim)`."""
+    """Return random K and V `[batch, heads, tokens, dim]`; shapes are `(heads, dim)`."""
     keys = torch.randn(batch, key_shape[0], tokens, key_shape[1]).to(dtype)
     values = torch.randn(batch, value_shape[0], tokens, value_shape[1]).to(dtype)
     return keys, values
@@ -163,7 +163,7 @@ def pieces(tokens: int, sizes: Iterable[int]) -> Iterable[slice]:
 
 
 def eventually(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
-    """Whether the condition comes true in time."""
+    """Return true if the condition becomes true in time."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:

@@ -1,4 +1,4 @@
-"""Ctrl-C, sent after a while."""
+"""Ctrl-C after a delay."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from types import FrameType
 
 
 class CtrlC:
-    """One SIGINT for this process, some time after `begin`; made on the main thread, which it will interrupt.
+    """One SIGINT for this process, some time after `begin`; made on the main thread, which it interrupts.
 
-    The sender is a thread that exists by then: starting one may itself be interrupted.
+    The sending thread exists before `begin`: starting a thread may itself be interrupted.
     """
 
     def __init__(self, delay_seconds: float) -> None:
@@ -24,7 +24,7 @@ class CtrlC:
         threading.Thread(target=self._send, daemon=True).start()
 
     def begin(self) -> None:
-        """Let the time run."""
+        """Start the delay."""
         self._not_begun.release()
 
     def _send(self) -> None:

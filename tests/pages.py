@@ -1,4 +1,4 @@
-"""The code on pages of the documentation."""
+"""Code blocks in pages of the documentation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The policies of the package do what every policy does, and what each promises beyond."""
+"""The package's policies pass the contract suite, and keep the additional promises of each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hf_tiered_cache.testing.eviction import CONFIG, SLOTS, a_table
 
 
 def make(name: str, table: HeatTable, config: TieredCacheConfig = CONFIG) -> EvictionPolicy:
-    """Those that know the future too."""
+    """Make any policy, offline ones included."""
     return POLICIES[name](table, config)
 
 
@@ -30,7 +30,7 @@ def test_every_policy_has_the_suite() -> None:
 
 
 def steps(table: HeatTable, count: int, *slots: int) -> None:
-    """So many steps, each of which reads the slots."""
+    """Take `count` steps, each of which reads the slots."""
     for _ in range(count):
         table.tick()
         table.touch(np.array(slots, np.int64))

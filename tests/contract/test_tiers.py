@@ -1,4 +1,4 @@
-"""The tiers of the package do what every tier does, and what each promises beyond."""
+"""The package's tiers pass the contract suite, and keep the additional promises of each."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class TestZarrTier(StorageTierContract):
         return ZarrTier("L2", root, capacity_bytes, TieredCacheConfig(sink_tokens=4))
 
     def test_plain_zarr_reads_it(self, tier: Tier) -> None:
-        """R3: zarr-python, which knows nothing of this package, sees keys and values where they belong."""
+        """R3: zarr-python, which knows nothing of this package, finds keys and values in their places."""
         zarr = pytest.importorskip("zarr")
         for index in (0, 1, 70):
             tier.write(key(index), BF16, payload_of(BF16, index)).result()

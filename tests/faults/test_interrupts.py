@@ -1,8 +1,8 @@
 """Ctrl-C at random moments: real signals, anywhere in the package or in the model.
 
 After an interrupt the cache either goes on as if nothing had happened, or raises one of the package's errors; then
-`crop(0)` or `reset()` brings it back. A wrong result, or any other error, fails the test. CI sends few signals;
-`HF_TIERED_INTERRUPTS=500` sends more.
+`crop(0)` or `reset()` makes it usable again. A wrong result, or any other error, fails the test. CI sends few
+signals; `HF_TIERED_INTERRUPTS=500` sends more.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ROWS = 2
 TOKENS = 260
 TOLERANCE = 1e-4
 BLOCK_BYTES = ROWS * 2 * 2 * 16 * 16 * 4  # K and V, two heads of 16, 16 tokens of float32
-# Small tiers, so that blocks are everywhere and on their way all the time.
+# Small tiers, so that every tier has blocks, and blocks move all the time.
 SMALL = {
     "window_tokens": 32,
     "block_tokens": 16,
@@ -49,7 +49,7 @@ SMALL = {
 
 
 class CtrlC:
-    """Sends one SIGINT, at a random moment within some phase of the program, and notes where it struck."""
+    """Sends one SIGINT at a random moment within some phase of the program, and records where it arrived."""
 
     def __init__(self) -> None:
         self.struck: str | None = None
@@ -63,7 +63,7 @@ class CtrlC:
         self._thread: threading.Thread | None = None
 
     def aim_at(self, phase: str, chance: random.Random, cache: TieredCache) -> None:
-        """Strike in one of the next times that the program is in this phase."""
+        """Prepare a signal for one of the next times that the program is in this phase."""
         self._passes = cache._binding.passes
         self._aim = (phase, chance.random() * self._usual_seconds.get(phase, 0.005))
         self._skip = chance.randrange(3) if phase == "pass" else 0
@@ -71,7 +71,7 @@ class CtrlC:
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """The program is in a phase."""
+        """A context in which the program is in this phase."""
         began = time.perf_counter()
         if self._aim is not None and self._aim[0] == phase:
             if self._skip:
@@ -96,7 +96,7 @@ class CtrlC:
         self._thread.start()
 
     def disarm(self) -> None:
-        """Not any more."""
+        """Send no signal any more."""
         self._armed, self._aim, self._phase = False, None, "outside"
         self._cancelled.set()
         if self._thread is not None:
@@ -104,7 +104,7 @@ class CtrlC:
             self._thread = None
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """The handler of the signal."""
+        """Handle the signal: raise if it was armed."""
         if self._armed:
             self._armed = False
             running = self._passes._pass if self._passes is not None else None
@@ -124,7 +124,7 @@ def ctrl_c() -> Iterator[CtrlC]:
 
 
 class Conversation:
-    """A model, a cache that it fills, and two rows of tokens; the model without a cache says what is right."""
+    """A model, a cache that it fills, and two rows of tokens; the model without a cache is the reference."""
 
     def __init__(self, form: str, directory: Path, ctrl_c: CtrlC) -> None:
         self.model = copy.deepcopy(tiny_llama())
@@ -139,13 +139,13 @@ class Conversation:
 
     @torch.no_grad()
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Feed some tokens; the last one's logits."""
+        """Feed some tokens and return the logits of the last one."""
         with self._ctrl_c.during("pass" if self.cache.get_seq_length() else "prefill"):
             logits: torch.Tensor = self.model(ids, **{CACHE_NAME: self.cache}).logits[:, -1]
         return logits
 
     def run(self) -> None:
-        """Prefill, steps, a crop into sealed blocks, a longer pass, a reorder, a step."""
+        """Run prefill, steps, a crop into sealed blocks, a longer pass, a reorder, a step."""
         for end in (90, 170, 171, 172, 173):
             self.forward(self.ids[:, self.cache.get_seq_length() : end])
         with self._ctrl_c.during("crop"):
@@ -157,8 +157,8 @@ class Conversation:
 
     @torch.no_grad()
     def probe(self) -> None:
-        """Feed seven more tokens, and fail unless the answer is right for what the cache says it holds. Only a
-        reorder that was interrupted leaves open in which order the rows are."""
+        """Feed seven more tokens, and fail unless the answer is right for the tokens that the cache reports. The
+        order of the rows is open only after an interrupted reorder."""
         held, more = self.cache.get_seq_length(), prompt_ids(7).expand(ROWS, -1)
         answer = self.forward(more)
         expected = self.model(torch.cat([self.ids[:, :held], more], dim=1), use_cache=False).logits[:, -1]
@@ -166,7 +166,7 @@ class Conversation:
         assert error < TOLERANCE, f"silently wrong with {held} tokens, by {error:.2g}"
 
     def recover(self, remedy: str) -> str:
-        """Go on after an interrupt. Says how that went; fails when it is wrong, or raises what it should not."""
+        """Go on after an interrupt and return the outcome; fail on a wrong result or an unexpected error."""
         try:
             if remedy == "crop(0)":
                 self.cache.crop(0)
@@ -182,8 +182,7 @@ class Conversation:
 def interrupt(
     form: str, aim: str, remedy: str, directory: Path, ctrl_c: CtrlC, chance: random.Random
 ) -> str | None:
-    """One conversation that is interrupted. Says where, and what came of it; `None` when the signal came too
-    late."""
+    """Interrupt a conversation; return the place and the outcome, or `None` if the signal came too late."""
     conversation = Conversation(form, directory, ctrl_c)
     with conversation.cache:
         try:
@@ -196,13 +195,13 @@ def interrupt(
         return f"{ctrl_c.struck}: {conversation.recover(remedy)}"
 
 
-# An interrupt that strikes in a weak reference's callback, or while a file is open, is told by Python itself.
+# Python itself reports an interrupt in a weak reference's callback, or while a file is open.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 
 @pytest.fixture(autouse=True)
 def swept(cache_directory: Path) -> Iterator[None]:
-    """An interrupt between a lock and its directory may leave the lock, which a later start sweeps."""
+    """Remove locks without a directory: an interrupt between the two may leave one, which a later start sweeps."""
     yield
     for lock in cache_directory.glob("*.lock"):
         if not lock.with_suffix("").exists():
@@ -225,7 +224,7 @@ def test_interrupts(form: str, tmp_path: Path, ctrl_c: CtrlC) -> None:
 
 
 def test_control_without_the_check(tmp_path: Path, ctrl_c: CtrlC, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody looks whether passes are complete: then going on is wrong, or fails somewhere inside."""
+    """Without the check that passes are complete, going on gives a wrong result, or fails somewhere inside."""
     monkeypatch.setattr(ForwardPasses, "check", lambda self, layers: None)
     chance = random.Random(0)
     with pytest.raises((AssertionError, RuntimeError, IndexError, ValueError)) as error:
@@ -235,22 +234,22 @@ def test_control_without_the_check(tmp_path: Path, ctrl_c: CtrlC, monkeypatch: p
 
 
 class Shown(BaseStreamer):
-    """What a user has seen."""
+    """The ids that a user has seen."""
 
     def __init__(self) -> None:
         self.ids: list[int] = []
 
     def put(self, value: torch.Tensor) -> None:
-        """Prompt first, then tokens."""
+        """Record the prompt, then each token."""
         self.ids += value.flatten().tolist()
 
     def end(self) -> None:
-        """All was shown."""
+        """Do nothing at the end."""
 
 
 @pytest.mark.parametrize("form", ["gather", "streaming"])
 def test_what_was_shown_can_be_continued(form: str, tmp_path: Path, ctrl_c: CtrlC) -> None:
-    """Interrupted generations with a streamer: their text so far is a prefix of the right one, and goes on."""
+    """The ids that an interrupted generation has shown are a prefix of the right ones, and can be continued."""
     chance, interrupted = random.Random(form), 0
     expected, _ = generate(tiny_llama(), prompt_ids(100), DynamicCache(config=tiny_llama().config))
     options = SMALL | {"l2_url": str(tmp_path), "host_capacity": 0, "resident_capacity": 0}

@@ -1,4 +1,4 @@
-"""R12: SIGKILL in the middle of a generation leaves nothing that the next start does not clear."""
+"""R12: the next start removes everything that SIGKILL in the middle of a generation leaves."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ with TieredCache(
 
 @contextmanager
 def _generating(l1_base: Path, l2_base: Path) -> Iterator[subprocess.Popen[str]]:
-    """Another process that generates into the tiers; killed at the end if it still runs."""
+    """Start another process that generates into the tiers; kill it at the end if it still runs."""
     before = _directories(l1_base) | _directories(l2_base)
     environment = os.environ | {"HF_TIERED_CACHE_DIR": str(l1_base), "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-W", "ignore", "-c", _ENDLESS, str(l2_base)]
@@ -65,7 +65,7 @@ def test_kill_in_the_middle(tmp_path: Path, cache_directory: Path) -> None:
         return _directories(cache_directory) | _directories(l2_base)
 
     def start_another() -> set[Path]:
-        """Use the tiers in this process; returns the directories that were there meanwhile."""
+        """Use the tiers in this process; return the directories that existed meanwhile."""
         model = tiny_llama()
         with TieredCache(
             config=model.config, window_tokens=32, block_tokens=16, l1_capacity=4096, l2_url=l2_base

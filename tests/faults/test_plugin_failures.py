@@ -1,4 +1,4 @@
-"""Third-party tiers and policies that fail: once is not noticed, twice is a clear error, and nothing is lost."""
+"""Third-party tiers and policies that fail: one failure is retried, two raise a clear error, nothing is lost."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ TOKENS = 300
 
 
 class Failures:
-    """What the shaky tier and policy raise next, by operation, and where: at once, or in the future."""
+    """The next errors of the shaky tier and policy, by operation, raised at once or in the future."""
 
     def __init__(self) -> None:
         self.planned: dict[str, list[tuple[str, BaseException]]] = {}
@@ -54,7 +54,7 @@ class Failures:
         self.planned[doing] = [(where, error)] * times
 
     def begin(self, doing: str) -> list[TierFuture]:
-        """Raise, or return what `start_...` returns."""
+        """Raise the planned error, or return what `start_...` returns."""
         self.calls[doing] += 1
         if not self.planned.get(doing):
             return []
@@ -70,7 +70,7 @@ FAILURES = Failures()
 
 
 class ShakyTier(Tier):
-    """Blocks in a dict. A write that fails leaves half of the block, over which nothing may be written."""
+    """Keeps blocks in a dict. A failed write leaves half of the block, which must not be overwritten."""
 
     needs_directory = False
     stores: list[dict[BlockKey, Bits]] = []  # noqa: RUF012
@@ -136,7 +136,7 @@ WHERE = pytest.mark.parametrize("where", ["call", "future"])
 
 
 class TestTier:
-    """One operation at a time."""
+    """A tier by itself, one operation at a time."""
 
     @WHERE
     def test_a_write_that_fails_once(self, where: str) -> None:
@@ -174,7 +174,7 @@ class TestTier:
         assert FAILURES.calls["write"] == 1, "no second try over what the first has left"
         assert tier.used_bytes == tier.blocks == 0
         FAILURES.planned.clear()
-        tier.write(key(0), LAYOUT, payload(1)).result()  # which removes it first
+        tier.write(key(0), LAYOUT, payload(1)).result()  # which removes the half block first
         assert np.array_equal(tier.data[key(0)], payload(1))
 
     @WHERE
@@ -225,7 +225,7 @@ class TestTier:
         assert not isinstance(raised.value, TierFullError), "an error of a library says nothing about capacity"
 
     def test_no_answer_is_not_tried_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The first try may still be writing."""
+        """A write without an answer is not retried: the first try may still be writing."""
         monkeypatch.setattr(tier_io, "IO_TIMEOUT_SECONDS", 0.02)
         tier = make_tier()
         started: list[BlockKey] = []
@@ -240,7 +240,7 @@ class TestTier:
         assert len(started) == 1 and tier.used_bytes == 0
         monkeypatch.undo()
         FAILURES.plan("write", "future", 1, TimeoutError("the socket timed out"))
-        tier.write(key(0), LAYOUT, payload()).result()  # that is an error as any other
+        tier.write(key(0), LAYOUT, payload()).result()  # an ordinary error, which is retried
 
     def test_a_method_without_return_value_is_told(self, monkeypatch: pytest.MonkeyPatch) -> None:
         tier = make_tier()
@@ -254,7 +254,7 @@ def make(**options: Any) -> KVCacheManager:
 
 
 def fill(manager: KVCacheManager, request_id: str = "a") -> tuple[torch.Tensor, torch.Tensor, list[TierError]]:
-    """Append until everything is in; the errors on the way."""
+    """Append until everything is stored; return K, V and the errors on the way."""
     manager.allocate(request_id)
     keys, values = random_kv(TOKENS)
     errors = []
@@ -277,7 +277,7 @@ def stored_blocks() -> int:
 
 
 class TestManager:
-    """The same in use, where other threads wait."""
+    """A tier under a manager, while other threads wait."""
 
     @WHERE
     @pytest.mark.parametrize("doing", ["write", "read", "delete"])
@@ -306,7 +306,7 @@ class TestManager:
             assert held and torch.equal(manager.fetch("a", 0, range(held))[0], keys[:, :, :held])
             assert eventually(lambda: manager.stats().tiers["L1"].used_bytes == 0 == stored_blocks())
             FAILURES.planned.clear()
-            with suppress(TierError):  # what another block met meanwhile
+            with suppress(TierError):  # an error of another block meanwhile
                 manager.append("a", 0, keys[:, :, held:held], values[:, :, held:held])
             manager.append("a", 0, keys[:, :, held:], values[:, :, held:])
             manager.flush()
@@ -332,7 +332,7 @@ class TestManager:
     @WHERE
     @pytest.mark.parametrize("error", [sqlite3.OperationalError("disk I/O error"), SystemExit(3)])
     def test_a_deletion_that_fails_for_good_for_a_while(self, where: str, error: BaseException) -> None:
-        """What could not be deleted keeps its room, which others must not use, and is deleted at last."""
+        """A block that cannot be deleted keeps its room, which others must not use, and is deleted in the end."""
         with make(l1_capacity=20 * BLOCK_BYTES) as manager:
             fill(manager)
             manager.flush()
@@ -385,7 +385,7 @@ class TestManager:
         assert eventually(lambda: set(threading.enumerate()) <= threads)
 
     def test_a_tier_that_cannot_be_opened(self, cache_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """What was opened before it is closed again, and the next call tries anew."""
+        """Tiers that were opened before it are closed again, and the next call tries again."""
         monkeypatch.setattr(ShakyTier, "__init__", lambda self, *arguments: FAILURES.begin("open"))
         with make(l1_tier="nvme", l2_tier="shaky") as manager:
             FAILURES.plan("open", "call", 1)
@@ -403,7 +403,7 @@ class TestManager:
 
 
 class ShakyPolicy(EvictionPolicy):
-    """Least recently used, when it works."""
+    """LRU, except when it fails."""
 
     acts_on_accesses = False
 
@@ -421,7 +421,7 @@ def shaky_policy() -> Iterator[None]:
 
 @pytest.mark.usefixtures("shaky_policy")
 class TestPolicy:
-    """Where policies are asked: to make room, to balance, to promote, and for the resident blocks."""
+    """Policies that fail where they are used: to make room, to balance, to promote, and for resident blocks."""
 
     OPTIONS: dict[str, Any] = {  # noqa: RUF012
         "l1_tier": "nvme",
@@ -431,7 +431,7 @@ class TestPolicy:
     }
 
     def run(self, manager: KVCacheManager) -> list[TierError]:
-        """Use a manager until everything was read several times; what it said on the way."""
+        """Use a manager until everything was read several times; return the errors on the way."""
         keys, values, errors = fill(manager)
         for _ in range(4):
             for call in (

@@ -1,4 +1,4 @@
-"""Late copies and poisoned buffers change nothing; and without the waits they do.
+"""Late copies and poisoned buffers change nothing, and without the waits they do.
 
 Each control removes one ordering rule and must give a wrong result: it shows that these tests can fail.
 """
@@ -26,13 +26,13 @@ from hf_tiered_cache.transfer.staging import SlotRing
 from ..fakes import LateEngine, StagedLateEngine, UnorderedEngine
 from ..models import generate, prompt_ids, tiny_llama
 
-# For controls: so late that a busy machine cannot make up for it, and so few steps that it does not take long.
+# For controls: delays that a busy machine cannot hide, and few steps, so that they do not take long.
 FAR_TOO_LATE = {"max_delay_seconds": 0.05}
 FEW_STEPS = {"max_new_tokens": 6}
 
 
 def matches(engine_factory: EngineFactory, generation: dict[str, Any], **options: Any) -> bool:
-    """Whether generation with this engine gives the logits of DynamicCache, bit for bit."""
+    """Return true if generation with this engine gives the logits of DynamicCache, bit for bit."""
     model = tiny_llama()
     batch = 1 if "prompt_lookup_num_tokens" in generation else 2
     input_ids = prompt_ids(120, batch)
@@ -92,11 +92,11 @@ def test_control_pack_buffer_reused_before_it_was_copied_out(monkeypatch: pytest
 
 
 class TestStreaming:
-    """The same for blocks that stream through a few buffers."""
+    """The same for streaming attention."""
 
     @staticmethod
     def matches(engine_factory: EngineFactory, generation: dict[str, Any], **options: Any) -> bool:
-        """Return true if streaming generation gives DynamicCache's tokens, and logits but for rounding."""
+        """Return true if streaming attention gives DynamicCache's tokens, and its logits up to rounding."""
         model = tiny_llama()
         batch = 1 if "prompt_lookup_num_tokens" in generation else 2
         input_ids = prompt_ids(120, batch)
@@ -135,7 +135,7 @@ class TestStreaming:
         assert not self.matches(functools.partial(UnorderedEngine, **FAR_TOO_LATE), FEW_STEPS)
 
     def test_control_attention_that_does_not_wait_for_the_read(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Each part is read only once attention is done with it."""
+        """Each split is read from storage only after attention has used it."""
         ended = threading.Semaphore(0)
         original_end, original_run = BlockReader._end, SplitLoader.run
 
@@ -144,7 +144,7 @@ class TestStreaming:
             ended.release()
 
         def run(loader: SplitLoader, load: Any) -> Event | None:
-            ended.acquire(timeout=1)  # what was read ahead when the cache is closed never ends
+            ended.acquire(timeout=1)  # loads that are read ahead when the cache is closed never end
             return original_run(loader, load)
 
         monkeypatch.setattr(BlockReader, "_end", end)

@@ -1,4 +1,4 @@
-"""Any order of calls, against plain tensors: late copies, poison, tiny tiers, shared and forked blocks."""
+"""Calls in any order, against plain tensors: late copies, poison, tiny tiers, shared and forked blocks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hf_tiered_cache.sequence import window_sizing
 
 from ..fakes import LateEngine, RandomGovernor, StagedLateEngine, random_kv
 
-# More for a long run: HF_TIERED_EXAMPLES=2000 pytest tests/faults/test_random_use.py
+# A longer run: HF_TIERED_EXAMPLES=2000 pytest tests/faults/test_random_use.py
 EXAMPLES = int(os.environ.get("HF_TIERED_EXAMPLES", "25"))
 LAYERS = 3
 SHAPES = ((2, 8), (2, 4))
@@ -33,7 +33,7 @@ any_number = st.integers(0, 1 << 16)
 
 
 class RandomUse(RuleBasedStateMachine):
-    """`model` holds what the manager should: per request and layer, K and V as plain tensors."""
+    """Calls on a manager; `model` has its expected content, K and V per request and layer as plain tensors."""
 
     @initialize(
         window=st.sampled_from([16, 24, 48, "auto"]),
@@ -67,7 +67,7 @@ class RandomUse(RuleBasedStateMachine):
         torch.manual_seed(0)
         self.base = Path(tempfile.mkdtemp(prefix="random-use-"))
         governor = window_sizing.WindowGovernor
-        window_sizing.WindowGovernor = RandomGovernor  # only asked for automatic windows
+        window_sizing.WindowGovernor = RandomGovernor  # used only for automatic windows
         self.manager = KVCacheManager(
             TieredCacheConfig(
                 window_tokens=window,
@@ -99,7 +99,7 @@ class RandomUse(RuleBasedStateMachine):
         return sorted(self.model)[number % len(self.model)]
 
     def new_tokens(self, request: str, layer_id: int, count: int) -> tuple[Layer, Layer]:
-        """More K and V for a layer, and what it then holds in all."""
+        """Make more K and V for a layer; return them, and all that the layer then holds."""
         held = self.model[request].get(layer_id)
         batch = held[0].shape[0] if held else 2
         new = random_kv(count, batch=batch, key_shape=SHAPES[0], value_shape=SHAPES[1])
@@ -123,7 +123,7 @@ class RandomUse(RuleBasedStateMachine):
 
     @rule(number=any_number, count=token_counts)
     def forward(self, number: int, count: int) -> None:
-        """All layers in turn, as a model does."""
+        """Update all layers in turn, as a model does."""
         request = self.pick(number)
         for layer_id in range(LAYERS):
             new, total = self.new_tokens(request, layer_id, count)
@@ -133,7 +133,7 @@ class RandomUse(RuleBasedStateMachine):
 
     @rule(number=any_number, count=token_counts)
     def streamed_forward(self, number: int, count: int) -> None:
-        """All layers in turn, piece by piece."""
+        """Compute streaming attention for all layers in turn, piece by piece."""
         request = self.pick(number)
         for layer_id in range(LAYERS):
             new, total = self.new_tokens(request, layer_id, count)

@@ -1,6 +1,6 @@
-"""Very many small blocks, and very many caches: what they cost, counted rather than timed.
+"""The cost of very many small blocks, and of very many caches, counted rather than timed.
 
-`HF_TIERED_SCALE_BLOCKS=65536` makes the requests as long as those in which the costs were found.
+`HF_TIERED_SCALE_BLOCKS=65536` makes requests as long as those in which these costs were noticed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def append(manager: KVCacheManager, request_id: str, blocks: int) -> None:
 
 
 class Operations:
-    """What L1 is asked, in order. Deletions wait for `go_on`."""
+    """The operations of L1, in order. Deletions wait for `go_on`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.done: list[str] = []
@@ -97,13 +97,13 @@ def test_deletions_give_way_to_new_blocks(operations: Operations) -> None:
         manager.append("b", 0, KEY[:, :, :64], VALUE[:, :, :64])
         operations.go_on.set()
         manager.flush()
-        assert operations.done.index("start_write") <= 2 * DELETED_TOGETHER  # of them one with the step's balance
+        assert operations.done.index("start_write") <= 2 * DELETED_TOGETHER  # one of them is the step's balancing
         assert operations.done.count("start_delete") >= BLOCKS - 2, "the control: all were deleted in the end"
         assert manager.stats().tiers["L1"].blocks == 2
 
 
 def test_append_costs_the_same_at_any_length() -> None:
-    """In Python's calls on the thread of the caller."""
+    """The cost, in Python calls on the caller's thread, does not depend on the length."""
 
     def calls_of(task: Callable[[], None]) -> int:
         calls = 0
@@ -150,7 +150,7 @@ def test_memory_per_block() -> None:
 
 @pytest.mark.parametrize("l2", [False, True], ids=["L1", "L2"])
 def test_a_request_that_was_freed_leaves_nothing(l2: bool, tmp_path: Path) -> None:
-    """Neither in memory nor on disk, while the manager lives on."""
+    """Nothing stays in memory or on disk while the manager is in use."""
     requests = 80 if IS_LONG else 30
     with make(l1_capacity=0 if l2 else None, l2_url=tmp_path if l2 else None) as manager:
 
@@ -163,7 +163,7 @@ def test_a_request_that_was_freed_leaves_nothing(l2: bool, tmp_path: Path) -> No
 
         tracemalloc.start()
         try:
-            for number in range(4):  # what the last request leaves for a while is in both figures
+            for number in range(4):  # leftovers of the last request are in both figures
                 use(f"warm-up {number}")
             gc.collect()
             before = tracemalloc.get_traced_memory()[0]
@@ -174,7 +174,7 @@ def test_a_request_that_was_freed_leaves_nothing(l2: bool, tmp_path: Path) -> No
                 gc.collect()
                 return (tracemalloc.get_traced_memory()[0] - before) / requests
 
-            # Background threads may be late to let go of their last task; what leaks stays.
+            # Background threads may release their last task late; a leak would stay.
             assert eventually(lambda: per_request() < 4096), f"{per_request():.0f} bytes per request"
         finally:
             tracemalloc.stop()
@@ -187,7 +187,7 @@ def test_a_request_that_was_freed_leaves_nothing(l2: bool, tmp_path: Path) -> No
 
 
 def test_many_caches_leave_nothing(cache_directory: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Half of them are closed, half are dropped, in the middle of their writes."""
+    """Half of the caches are closed, half are dropped, in the middle of their writes."""
 
     def use(count: int) -> None:
         for number in range(count):

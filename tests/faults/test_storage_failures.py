@@ -1,4 +1,4 @@
-"""Storage that is full, slow, broken or damaged: what is said, and that nothing is lost."""
+"""Storage that is full, slow, broken or damaged raises clear errors, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def make(**options: object) -> KVCacheManager:
 
 
 def append_until_it_raises(manager: KVCacheManager, key: torch.Tensor, value: torch.Tensor) -> int:
-    """Append token by token; returns how many tokens the manager says it holds when storage gave up."""
+    """Append token by token; return how many tokens the manager reports when storage fails."""
     for token in range(key.shape[2]):
         try:
             manager.append("a", 0, key[:, :, token : token + 1], value[:, :, token : token + 1])
@@ -80,7 +80,7 @@ def test_append_does_not_hang_when_staging_is_full_of_what_cannot_be_written() -
         key, value = random_kv(600)
         held = append_until_it_raises(manager, key, value)
         assert 32 <= held <= 600
-        while held < 300:  # each further call says it again, or finds a slot
+        while held < 300:  # each further call raises again, or finds a slot
             try:
                 manager.append("a", 0, key[:, :, held : held + 1], value[:, :, held : held + 1])
             except TierFullError as error:
@@ -126,7 +126,7 @@ def test_capacity_without_l2_names_the_settings_to_change() -> None:
 
 
 def test_really_full_file_system(tmp_path: Path) -> None:
-    """On a tmpfs of 256 KiB, when this user may mount one."""
+    """A tmpfs of 256 KiB runs full, if this user may mount one."""
     mounted = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(tmp_path)], capture_output=True, check=False
     )
@@ -153,7 +153,7 @@ def test_read_failure_is_raised_and_passes() -> None:
         cache.flush()
         FAULTS.read_error = "DATA_LOSS: bad sector"
         with torch.no_grad(), pytest.raises(TierReadError, match=r"L1: reading layer \d, blocks .*bad sector"):
-            for layer_idx in range(4):  # a load that began before the fault may still be good
+            for layer_idx in range(4):  # a load that began before the fault may still succeed
                 cache.layers[layer_idx].keys  # noqa: B018
         FAULTS.read_error = None
         model_keys = cache.layers[0].keys
@@ -162,7 +162,7 @@ def test_read_failure_is_raised_and_passes() -> None:
 
 @pytest.mark.parametrize("new_tokens", [1, 90])
 def test_a_forward_pass_that_failed_is_taken_back(new_tokens: int) -> None:
-    """Some layers have its tokens by then: to go on would be wrong, so it raises until `crop(0)`."""
+    """Only some layers have the tokens of the failed pass, so going on raises until `crop(0)`."""
     model = tiny_llama()
     input_ids = prompt_ids(200 + new_tokens)
     expected_tokens, expected_logits = generate(model, input_ids, DynamicCache(config=model.config))
@@ -221,7 +221,7 @@ def test_failed_delete_is_raised_at_the_next_call() -> None:
 
 
 def test_forward_goes_on_while_storage_is_slow_until_staging_is_used_up() -> None:
-    """R11: writing is in the background; waiting for a slot is the only stall, and it is counted."""
+    """R11: writes run in the background; waiting for a slot is the only stall, and it is counted."""
     FAULTS.gate = threading.Event()
     with make() as manager:
         manager.allocate("a")
@@ -246,7 +246,7 @@ def test_forward_goes_on_while_storage_is_slow_until_staging_is_used_up() -> Non
 
 @pytest.mark.skipif(not hasattr(os, "getpriority"), reason="no thread priorities here")
 def test_background_threads_have_low_priority() -> None:
-    """R11: they yield to the threads of the model."""
+    """R11: background threads yield to the threads of the model."""
     own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
     with make() as manager:
         manager.allocate("a")

@@ -12,7 +12,7 @@ from hf_tiered_cache.integration.attention import PendingAttention
 
 @pytest.fixture
 def streamed_layers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The layers whose attention was streamed, in order, while the test runs."""
+    """A list of the layers that used streaming attention during the test, in order."""
     layers: list[int] = []
     attend = PendingAttention.attend
 

@@ -27,9 +27,9 @@ CacheFactory = Callable[[PreTrainedConfig], Cache]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run shows: tokens `[rows, tokens]`, the logits of each step, and the cache that it leaves.
+    """The result of a run: tokens `[rows, tokens]`, the logits of each step, and its cache.
 
-    `real` says, where some are not, which rows' logits belong to a token that is no padding, `[rows, tokens]`.
+    If some tokens are padding, `real` marks those that are not, `[rows, tokens]`.
     """
 
     tokens: torch.Tensor
@@ -38,7 +38,7 @@ class Outcome:
     real: torch.Tensor | None = None
 
     def assert_same(self, expected: Outcome) -> None:
-        """Fail unless tokens are equal and logits bit-equal; there is no tolerance, on purpose."""
+        """Fail unless tokens are equal and logits bit-equal; deliberately without tolerance."""
         assert len(self.logits) == len(expected.logits)
         for step, (mine, theirs) in enumerate(zip(self.logits, expected.logits, strict=True)):
             assert mine.dtype == theirs.dtype and mine.shape == theirs.shape, f"step {step}"
@@ -51,12 +51,12 @@ class Outcome:
 
 
 def cache_argument(cache: Cache) -> dict[str, Cache]:
-    """`cache` as the keyword argument that the installed transformers expects."""
+    """Return `cache` as the keyword argument that the installed transformers expects."""
     return {CACHE_ARGUMENT: cache}
 
 
 def prompt(*lengths: int, seed: int = 0, period: int | None = None) -> dict[str, torch.Tensor]:
-    """Left-padded random prompts, one row per length; `period` makes them repeat themselves."""
+    """Make left-padded random prompts, one row per length; `period` makes them repeat themselves."""
     generator = torch.Generator().manual_seed(seed)
     longest = max(lengths)
     input_ids = torch.zeros(len(lengths), longest, dtype=torch.long)
@@ -71,7 +71,7 @@ def prompt(*lengths: int, seed: int = 0, period: int | None = None) -> dict[str,
 def extend(
     inputs: Mapping[str, torch.Tensor], sequences: torch.Tensor, new: int, seed: int
 ) -> dict[str, torch.Tensor]:
-    """The full ids of a conversation: `sequences` so far, then `new` random tokens in every row."""
+    """Return the full ids of a conversation: `sequences` so far, then `new` random tokens in every row."""
     rows = len(sequences)
     generator = torch.Generator().manual_seed(seed)
     added = torch.randint(3, VOCABULARY, (rows, new), generator=generator)
@@ -84,7 +84,7 @@ def extend(
 def generate(
     model: PreTrainedModel, inputs: Mapping[str, torch.Tensor], cache: Cache, **options: Any
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    """`model.generate` with a user's cache, greedy unless told otherwise: sequences and raw logits."""
+    """Call `model.generate` with a user's cache, greedy by default; return sequences and raw logits."""
     settings = {"max_new_tokens": NEW_TOKENS, "do_sample": False} | options
     output = model.generate(  # type: ignore[operator]
         **inputs, **cache_argument(cache), **settings, return_dict_in_generate=True, output_logits=True
@@ -100,7 +100,7 @@ def left_padded_greedy(model: PreTrainedModel, make_cache: CacheFactory) -> Outc
 
 
 def beam_search(model: PreTrainedModel, make_cache: CacheFactory) -> Outcome:
-    """Beams 3, of which two are returned: the cache is reordered at every step."""
+    """Beam search with three beams, two of them returned: the cache is reordered at every step."""
     cache = make_cache(model.config)
     options = {"num_beams": 3, "num_return_sequences": 2, "max_new_tokens": 20}
     tokens, logits = generate(model, prompt(PROMPT_TOKENS - 4, 70), cache, **options)
@@ -119,17 +119,17 @@ def sampling(model: PreTrainedModel, make_cache: CacheFactory) -> Outcome:
 
 
 def chunked_prefill(model: PreTrainedModel, make_cache: CacheFactory) -> Outcome:
-    """`prefill_chunk_size` that is no divisor of block, window or prompt."""
+    """A `prefill_chunk_size` that does not divide block, window or prompt."""
     cache = make_cache(model.config)
     tokens, logits = generate(model, prompt(PROMPT_TOKENS, 83), cache, prefill_chunk_size=BLOCK_TOKENS + 3)
     return Outcome(tokens, logits, cache)
 
 
 def forward_pieces(model: PreTrainedModel, make_cache: CacheFactory) -> Outcome:
-    """Direct forward calls of 1, 7, block - 1, block and block + 1 tokens, then of single ones."""
+    """Direct forward calls of 1, 7, block - 1, block and block + 1 tokens, then of single tokens."""
     cache = make_cache(model.config)
     inputs = prompt(PROMPT_TOKENS, 83)
-    # Short pieces first: at the lengths 1, 8 and 9 matrix products are picky about memory layout.
+    # Short pieces first: at lengths 1, 8 and 9 matrix products depend on the memory layout.
     pieces = [1, 7, *[1, BLOCK_TOKENS - 1, BLOCK_TOKENS, BLOCK_TOKENS + 1], 1, BLOCK_TOKENS - 1, BLOCK_TOKENS]
     logits: list[torch.Tensor] = []
     real: list[torch.Tensor] = []
@@ -151,7 +151,7 @@ def forward_pieces(model: PreTrainedModel, make_cache: CacheFactory) -> Outcome:
 
 
 def prompt_lookup(model: PreTrainedModel, make_cache: CacheFactory) -> Outcome:
-    """Candidates from a prompt that repeats itself: several tokens per step, and crops of what was wrong."""
+    """Candidates from a prompt that repeats itself: several tokens per step, and crops of the rejected ones."""
     cache = make_cache(model.config)
     tokens, logits = generate(model, prompt(PROMPT_TOKENS, period=23), cache, prompt_lookup_num_tokens=5)
     return Outcome(tokens, logits, cache)
@@ -171,7 +171,7 @@ def continued(model: PreTrainedModel, make_cache: CacheFactory) -> Outcome:
 def cropped(model: PreTrainedModel, make_cache: CacheFactory) -> Outcome:
     """Crops through the window into sealed blocks, then within the window; continues after each."""
     cache = make_cache(model.config)
-    cache.activate_past_recording()  # lets sliding and convolution layers be cropped, too
+    cache.activate_past_recording()  # makes sliding and convolution layers croppable, too
     inputs = prompt(PROMPT_TOKENS, 83)
     tokens, logits = generate(model, inputs, cache, max_new_tokens=12)
     for removed_tokens, seed in ((57, 2), (5, 3)):

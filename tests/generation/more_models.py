@@ -1,9 +1,9 @@
-"""Tiny random models of further types that stream, each tested once, in `test_more_models.py`.
+"""Tiny random models of further architectures that stream, each tested once, in `test_more_models.py`.
 
 The zoo has the models whose decoding is compared in every mode. Most other causal language models of transformers
-call the cache and the attention as these do; here they are by model type, with the options that make them small
-and nothing else: where two models would differ in sizes alone, both have `_SIZES`. A model ignores options that
-it does not know.
+call the cache and the attention as these do. They are listed here by model type, with only the options that make
+them small: where two models would differ in sizes alone, both have `_SIZES`. A model ignores options that it does
+not know.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ _OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
 }
 
-# These came after 5.17.
+# Added after 5.17.
 _NEWER = """
     apertus1p5_text beam exaone flint internlm3 iquestcoder kolibri1 lara_mini lfm3 sarvam_moe
 """
@@ -145,12 +145,12 @@ _MODEL_CLASSES: Mapping[str, str] = {**MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "emu3_
 MORE_MODELS: tuple[str, ...] = tuple(
     sorted(name for name in _OPTIONS if name not in _NEWER.split() or Version("5.24") <= TRANSFORMERS_VERSION)
 )
-"""The model types that the installed transformers has."""
+"""Return the model types that the installed transformers has."""
 
 
 @functools.cache
 def more_model(model_type: str) -> PreTrainedModel:
-    """The model of a type, built once per process. Tests may change its attention only."""
+    """Return the model of a type, built once per process. Tests may change only its attention."""
     return ZooEntry(
         name=model_type,
         config_class=CONFIG_MAPPING_NAMES[model_type],

@@ -1,4 +1,4 @@
-"""Calls that are easily wrong without an error: they are right, or refused before anything is computed."""
+"""Calls that are easily wrong without an error are right, or refused before anything is computed."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ GREEDY = {"max_new_tokens": 8, "do_sample": False}
 
 @pytest.fixture
 def model() -> LlamaForCausalLM:
-    """A model of the test's own, which may change its attention."""
+    """A copy of the model whose attention the test may change."""
     return copy.deepcopy(tiny_llama())
 
 
 @pytest.fixture(params=FORMS)
 def cache(model: LlamaForCausalLM, request: pytest.FixtureRequest) -> Iterator[TieredCache]:
-    """Of either form."""
+    """A cache for gathered or streaming attention."""
     with make(request.param, model) as cache:
         yield cache
 
 
 class TestGenerate:
-    """What the frame of `generate` tells."""
+    """Checks that inspect the frame of `generate`."""
 
     def test_embeddings_that_are_cached(self, model: LlamaForCausalLM, cache: TieredCache) -> None:
         embeddings = model.get_input_embeddings()(prompt_ids(120)).detach()
@@ -74,7 +74,7 @@ class TestGenerate:
         other = prompt_ids(180)
         with pytest.raises(ConfigError, match=r"differs from the 123 cached tokens at token \d"):
             generate(model, other, cache)
-        # The same beginning is fine, and so is what was cropped.
+        # The same beginning is accepted, and so is a cropped one.
         longer = torch.cat([first, other[:, :20]], dim=1)
         expected, _ = generate(tiny_llama(), longer, DynamicCache(config=model.config))
         assert torch.equal(generate(model, longer, cache)[0], expected)
@@ -102,7 +102,7 @@ class TestGenerate:
 
 
 class TestEncoderDecoder:
-    """T5 and BART: bare, cross-attention would append to the same layers."""
+    """T5 and BART: with a bare cache, cross-attention would append to the same layers."""
 
     @pytest.fixture(params=["t5", "bart"])
     def seq2seq(self, request: pytest.FixtureRequest) -> PreTrainedModel:
@@ -133,25 +133,25 @@ class TestEncoderDecoder:
 
 
 class Paused(BaseStreamer):
-    """Stops a generation between two passes."""
+    """A streamer that stops a generation between two passes."""
 
     def __init__(self, after_puts: int) -> None:
         self.reached, self.go_on = threading.Event(), threading.Event()
         self._puts = after_puts
 
     def put(self, value: torch.Tensor) -> None:
-        """A token was generated."""
+        """Wait for `go_on` at the call with the chosen number."""
         self._puts -= 1
         if self._puts == 0:
             self.reached.set()
             assert self.go_on.wait(60)
 
     def end(self) -> None:
-        """Nothing to do."""
+        """Do nothing at the end."""
 
 
 class TestTwoThreads:
-    """In one cache at once: the second is told, the first is right."""
+    """Two threads in one cache: the second gets an error, the first a right result."""
 
     def test_between_passes_of_generate(self, model: LlamaForCausalLM, cache: TieredCache) -> None:
         expected, _ = generate(tiny_llama(), prompt_ids(100), DynamicCache(config=model.config))
@@ -172,7 +172,7 @@ class TestTwoThreads:
         paused.go_on.set()
         thread.join()
         assert torch.equal(tokens[0], expected)
-        # Afterwards it is anybody's.
+        # Afterwards any thread may use it.
         cache.crop(100 - cache.get_seq_length())
         assert torch.equal(generate(model, prompt_ids(100), cache)[0], expected)
 
@@ -206,7 +206,7 @@ class TestTwoThreads:
 
 
 class TestWhoStreams:
-    """Passes stream when the model that runs has made its masks for that."""
+    """Passes stream if the running model has had its masks made for streaming attention."""
 
     def test_another_instance_does_not(self, model: LlamaForCausalLM) -> None:
         ids = prompt_ids(130)
@@ -219,7 +219,7 @@ class TestWhoStreams:
     def test_a_mask_of_the_callers_own(
         self, model: LlamaForCausalLM, streamed_layers: list[int], queries: int
     ) -> None:
-        """A 4-D mask: K and V are gathered, and the mask says what is seen."""
+        """With a 4-D mask, K and V are gathered and the mask is respected."""
         ids, total = prompt_ids(120), 100 + queries
         visible = torch.ones(queries, total, dtype=torch.bool).tril(100)
         visible[:, 10:20] = False

@@ -1,5 +1,5 @@
-"""Scripts begin with `torch.set_default_device("cuda")`, or another dtype: the cache works as without. Here the
-other device is "meta", which has no data: a tensor that lands there is noticed."""
+"""The cache works under `torch.set_default_device("cuda")` or another default dtype. Here the default device is
+"meta", which has no data: a tensor that lands there is noticed."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ habits = pytest.mark.parametrize(
 
 @pytest.fixture
 def background_tasks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many tasks background threads have run, all with another default device of their own."""
+    """Count the tasks of background threads, all of which have another default device."""
     counted = [0]
     submit = Worker.submit
 
@@ -77,14 +77,14 @@ def background_tasks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 class ForgetfulEngine(CpuCopyEngine):
-    """The control: does not say where its buffers are to be."""
+    """The control: an engine that names no device for its buffers."""
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
 
 
 def use_manager(manager: KVCacheManager, dtype: torch.dtype) -> list[torch.Tensor]:
-    """All calls of a manager, on two layers; what they return, copied. Names the device of its own tensors."""
+    """Make all calls of a manager, on two layers, with tensors on the CPU; return copies of their results."""
     generator = torch.Generator("cpu").manual_seed(0)
 
     def states(batch: int, heads: int, tokens: int) -> torch.Tensor:
@@ -127,7 +127,7 @@ def use_manager(manager: KVCacheManager, dtype: torch.dtype) -> list[torch.Tenso
 
 
 def all_tiers(directory: Path, **options: Any) -> TieredCacheConfig:
-    """A few blocks in each place."""
+    """Tiers with room for a few blocks each."""
     capacities = {"host_capacity": 4 * 4096, "resident_capacity": 3 * 4096, "l1_capacity": 8 * 4096}
     return TieredCacheConfig(**(SIZES | capacities | options), l2_url=directory)
 
@@ -169,7 +169,7 @@ def test_a_buffer_on_the_default_device_is_noticed(habit: Habit, tmp_path: Path)
 
 
 def use_model(model: Any, cache: Cache, ids: torch.Tensor) -> torch.Tensor:
-    """Prefill in two pieces, steps, three beams that are reordered, one of them kept: the logits of all calls."""
+    """Run prefill in two pieces, steps, three reordered beams of which one is kept; return all logits."""
     logits: list[torch.Tensor] = []
 
     def forward(new: torch.Tensor) -> None:

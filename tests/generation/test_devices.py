@@ -1,4 +1,4 @@
-"""R19: layers on different devices, each with an engine, streams and buffers of its own."""
+"""R19: layers on different devices, each with its own engine, streams and buffers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..models import generate, prompt_ids, tiny_llama
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_layers_on_two_devices(streaming: bool) -> None:
-    """One device is the CPU, the other keeps the books without data: nothing may stray between them."""
+    """One device is the CPU, the other only accounts and has no data: nothing may stray between them."""
     engines: dict[str, CopyEngine] = {}
 
     def make_engine(device: torch.device, metrics: Metrics) -> CopyEngine:
@@ -55,12 +55,12 @@ def test_layers_on_two_devices(streaming: bool) -> None:
         assert set(engines) == {"cpu", "meta"}
         stats = manager.stats()
         assert stats.prefetch_hits > 5 * stats.prefetch_misses
-        assert streaming or stats.prefetch_misses == 0  # when blocks were sealed since, the last ones squeeze in
+        assert streaming or stats.prefetch_misses == 0  # blocks that were sealed since are loaded last
 
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_accelerate_hooks_carry_the_cache_through(streaming: bool, tmp_path: Path) -> None:
-    """A model whose layers accelerate moves about gives what it gives with DynamicCache."""
+    """A model whose layers accelerate moves between devices gives the same as with DynamicCache."""
     model = tiny_llama.__wrapped__()
     device_map = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
     device_map |= {f"model.layers.{index}": "cpu" if index < 2 else "disk" for index in range(4)}

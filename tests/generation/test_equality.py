@@ -24,7 +24,7 @@ STORAGES = ("l1", "l2")
 
 
 def _matrix() -> list[Any]:
-    """Every model and mode that transformers itself can run; storage varies fastest, to share the oracle."""
+    """List every model and mode that transformers itself can run; storage varies fastest, to share the oracle."""
     return [
         pytest.param(name, mode, storage, id=f"{name}-{mode}-{storage}")
         for name, entry in ZOO.items()
@@ -35,26 +35,26 @@ def _matrix() -> list[Any]:
 
 
 def stock_cache(config: PreTrainedConfig) -> Cache:
-    """The oracle's cache."""
+    """Make the oracle's cache."""
     return DynamicCache(config=config)
 
 
 @functools.cache
 def expected_outcome(name: str, mode: str) -> Outcome:
-    """What transformers' own cache gives; computed once per process."""
+    """Return the outcome with transformers' own cache, computed once per process."""
     outcome = MODES[mode](model_of(name), stock_cache)
     assert all(step.isfinite().all() for step in outcome.logits), "the oracle itself must be comparable"
     return outcome
 
 
 def has_full_attention(config: PreTrainedConfig) -> bool:
-    """Whether the model has layers that `TieredCache` stores in tiers; all others stay as they are."""
+    """Return true if the model has layers that `TieredCache` stores in tiers; all others stay as they are."""
     return any(type(layer) is DynamicLayer for layer in DynamicCache(config=config).layers)
 
 
 @pytest.mark.parametrize(("name", "mode", "storage"), _matrix())
 def test_same_as_dynamic_cache(name: str, mode: str, storage: str, tmp_path: Path) -> None:
-    """Tokens are equal and logits bit-equal, with blocks that really came from the tier under test."""
+    """Tokens are equal and logits bit-equal, with blocks that were really read from the tier under test."""
     options: dict[str, Any] = {} if storage == "l1" else {"l1_capacity": 0, "l2_url": str(tmp_path)}
 
     def make_cache(config: PreTrainedConfig) -> TieredCache:
@@ -74,12 +74,12 @@ def test_same_as_dynamic_cache(name: str, mode: str, storage: str, tmp_path: Pat
 
 @pytest.mark.parametrize("name", list(ZOO))
 def test_outputs_depend_on_sealed_tokens(name: str) -> None:
-    """The control of the matrix: what is wrong outside the window of any one layer changes the logits."""
+    """The control of the matrix: an error outside the window of any one layer changes the logits."""
     model = model_of(name)
     inputs = prompt(100)
     last_token = inputs["input_ids"][:, -1:]
     mask = torch.ones(1, 101, dtype=torch.long)
-    # GPT-Neo masks all but its last 24 tokens in layers that are plain full attention to the cache.
+    # GPT-Neo masks all but its last 24 tokens in layers that the cache takes for plain full attention.
     damaged_tokens = 90 if name == "gptneo" else BLOCK_TOKENS
 
     def logits_after(damaged_layer: int | None) -> torch.Tensor:
@@ -100,7 +100,7 @@ def test_outputs_depend_on_sealed_tokens(name: str) -> None:
 
 
 def test_matrix_is_as_wide_as_promised() -> None:
-    """At least 25 architectures with full attention, and refusals that name modes that exist."""
+    """The matrix has at least 25 architectures with full attention, and refusals name existing modes."""
     architectures = {ZOO[name].model_class for name in ZOO if has_full_attention(model_of(name).config)}
     assert len(architectures) >= 25
     assert {mode for entry in ENTRIES for mode in entry.stock_refuses} <= set(MODES)
@@ -116,7 +116,7 @@ def test_matrix_is_as_wide_as_promised() -> None:
     ],
 )
 def test_refusals_still_hold(name: str, mode: str) -> None:
-    """What is left out of the matrix really does not work with transformers' own cache either."""
+    """Modes that the matrix leaves out do not work with transformers' own cache either."""
     try:
         outcome = MODES[mode](model_of(name), stock_cache)
     except (ValueError, RuntimeError):

@@ -1,4 +1,4 @@
-"""Buffers that were made in one of torch's modes serve in the others."""
+"""Buffers that were allocated in one of torch's grad modes work in the others."""
 
 from __future__ import annotations
 

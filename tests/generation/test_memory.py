@@ -1,4 +1,4 @@
-"""R1: what stays on the accelerator is the window, whatever the length."""
+"""R1: only the window stays on the accelerator, whatever the length."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LAYERS, TOKEN_BYTES = 12, 2 * 2 * 16 * 4  # K and V, 2 heads of 16, float32
 
 
 class CountingEngine(LateEngine):
-    """Adds up what is really allocated, next to what the package accounts."""
+    """An engine that adds up real allocations, beside those that the package accounts."""
 
     def __init__(self, device: torch.device, metrics: Metrics) -> None:
         super().__init__(device, metrics, max_delay_seconds=0.0)
@@ -31,7 +31,7 @@ class CountingEngine(LateEngine):
 
 
 def _peak(tokens: int, prefetch_layers: int = 2) -> tuple[int, int]:
-    """Peak of L0 as accounted and as allocated, for a model of 12 layers after prefill and some steps."""
+    """Return the peak of L0, accounted and allocated, for a model of 12 layers after prefill and some steps."""
     engines = []
 
     def make_engine(device: torch.device, metrics: Metrics) -> CountingEngine:
@@ -50,7 +50,7 @@ def _peak(tokens: int, prefetch_layers: int = 2) -> tuple[int, int]:
 
 
 def test_peak_is_windows_and_a_few_layers() -> None:
-    """Each layer's window, and one whole layer per gather buffer: that is all."""
+    """The peak is each layer's window, and one whole layer per gather buffer."""
     for tokens in (1000, 4000):
         for prefetch_layers in (1, 2, 4):
             accounted, allocated = _peak(tokens, prefetch_layers)
@@ -64,7 +64,7 @@ def test_peak_is_windows_and_a_few_layers() -> None:
 
 
 def test_wider_window_more_memory_same_output() -> None:
-    """R1: the window's size is a parameter."""
+    """R1: a wider window takes more memory and gives the same output."""
     model, peaks, outputs = tiny_llama(), [], []
     for window_tokens in (16, 32, 64, 128, 1024):
         with TieredCache(config=model.config, window_tokens=window_tokens, block_tokens=16) as cache:

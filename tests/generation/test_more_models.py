@@ -1,4 +1,4 @@
-"""Streaming attention against eager attention with `DynamicCache`: models that are not in the zoo, once each."""
+"""Streaming attention against eager attention with `DynamicCache`, once for each model that is not in the zoo."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TOLERANCE = 2e-5  # as in test_streaming.py
 
 
 def chunked_greedy(model: PreTrainedModel, cache: Cache) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and logits `[steps, rows, vocabulary]` of a few steps after two left-padded prompts in chunks."""
+    """Return tokens and logits `[steps, rows, vocabulary]` of some steps after two padded prompts in chunks."""
     tokens, logits = generate(
         model, prompt(PROMPT_TOKENS, 57), cache, max_new_tokens=8, prefill_chunk_size=BLOCK_TOKENS + 3
     )

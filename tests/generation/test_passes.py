@@ -1,4 +1,4 @@
-"""Forward passes that end half-way, and other changes of all layers that do: noticed, and taken back exactly."""
+"""Forward passes and other changes of all layers that end half-way are detected, and undone exactly."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ FORMS = ("gather", "streaming")
 
 
 class InjectedError(Exception):
-    """What a model raises in the middle of a pass."""
+    """The error that a model raises in the middle of a pass."""
 
 
 @contextmanager
 def failing(module: nn.Module, after_calls: int = 0) -> Iterator[None]:
-    """A module that raises when it is called, after some calls that go well."""
+    """Make a module raise, after some calls that succeed."""
     calls = 0
 
     def fail(*_: object) -> None:
@@ -58,7 +58,7 @@ def failing(module: nn.Module, after_calls: int = 0) -> Iterator[None]:
 
 
 def make(form: str, model: PreTrainedModel, **options: Any) -> TieredCache:
-    """A cache with small windows; streaming attention changes the model."""
+    """Make a cache with small windows; streaming attention changes the model."""
     settings = SMALL | options
     return (
         TieredCache.for_model(model, **settings)
@@ -68,26 +68,26 @@ def make(form: str, model: PreTrainedModel, **options: Any) -> TieredCache:
 
 
 def feed(model: PreTrainedModel, ids: torch.Tensor, cache: Cache) -> torch.Tensor:
-    """The logits of the last token."""
+    """Feed some tokens and return the logits of the last one."""
     with torch.no_grad():
         logits: torch.Tensor = model(input_ids=ids, use_cache=True, **cache_argument(cache)).logits[:, -1]
     return logits
 
 
 def right(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
-    """The same without a cache."""
+    """Return the same logits, computed without a cache."""
     with torch.no_grad():
         logits: torch.Tensor = model(input_ids=ids, use_cache=False).logits[:, -1]
     return logits
 
 
 def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    """Equal but for rounding: passes are cut in other pieces."""
+    """Fail unless equal up to rounding: the passes are split differently."""
     torch.testing.assert_close(actual, expected, atol=TOLERANCE, rtol=1e-4)
 
 
 def lengths(cache: TieredCache) -> list[int]:
-    """Tokens of each tiered layer."""
+    """Return the number of tokens of each tiered layer."""
     return [layer.get_seq_length() for layer in cache.layers if isinstance(layer, TieredLayer)]
 
 
@@ -154,7 +154,7 @@ class TestAForwardPassThatFailed:
 
 
 def is_complete(cache: TieredCache, tokens: int) -> bool:
-    """Whether all layers hold so many tokens, in a cache without recurrent layers."""
+    """Return true if all layers hold this many tokens, in a cache without recurrent layers."""
     return not any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers) and all(
         layer.get_seq_length() == tokens for layer in cache.layers if isinstance(layer, CacheLayerMixin)
     )
@@ -162,7 +162,7 @@ def is_complete(cache: TieredCache, tokens: int) -> bool:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_generate_can_be_called_again(form: str) -> None:
-    """A chunk of the prompt runs out of memory; the program takes smaller chunks."""
+    """A chunk of the prompt runs out of memory; the program retries with smaller chunks."""
     model, ids = copy.deepcopy(tiny_llama()), prompt_ids(200)
     expected, _ = generate(tiny_llama(), ids, DynamicCache(config=model.config))
     with make(form, model) as cache:
@@ -186,8 +186,7 @@ def test_generate_can_be_called_again(form: str) -> None:
 )
 @pytest.mark.parametrize("tokens", [1, 30])
 def test_stock_layers_beside(name: str, tokens: int) -> None:
-    """Wherever the pass fails, `crop(0)` brings all layers back, or says that only a reset does; then that
-    does."""
+    """Wherever the pass fails, `crop(0)` restores all layers, or says that only a reset does, which then works."""
     whole = model_of(name)
     decoder = whole.model if hasattr(whole, "model") else whole
     ids = prompt_ids(120) % 90 + 3
@@ -196,7 +195,7 @@ def test_stock_layers_beside(name: str, tokens: int) -> None:
             feed(whole, ids[:, :70], cache)
             with failing(layer), pytest.raises(InjectedError):
                 feed(whole, ids[:, 70 : 70 + tokens], cache)
-            kept = cache.get_seq_length()  # all layers have them if those that follow share what others hold
+            kept = cache.get_seq_length()  # all layers have them if the following ones share those of others
             if position and not is_complete(cache, kept):
                 with pytest.raises(TieredCacheError, match="forward pass"):
                     feed(whole, ids[:, 70:110], cache)
@@ -207,7 +206,7 @@ def test_stock_layers_beside(name: str, tokens: int) -> None:
                 assert "reset()" in str(error)
                 cache.reset()
                 kept = 0
-            stock = DynamicCache(config=whole.config)  # which does not give the same for any pieces (jamba)
+            stock = DynamicCache(config=whole.config)  # its result depends on the pieces (jamba)
             if kept:
                 feed(whole, ids[:, :70], stock)
                 if kept > 70:
@@ -216,7 +215,7 @@ def test_stock_layers_beside(name: str, tokens: int) -> None:
 
 
 def test_a_recurrent_layer_at_the_end() -> None:
-    """All attention layers were updated, and a recurrent one after them was not."""
+    """A pass in which all attention layers were updated, but not the recurrent layer after them."""
     entry = ZOO["jamba"]
     options = dict(entry.options) | {"num_hidden_layers": 5, "attn_layer_period": 2, "attn_layer_offset": 1}
     model, ids = replace(entry, name="jamba-recurrent-last", options=options).build(), prompt_ids(120) % 90 + 3
@@ -235,7 +234,7 @@ def test_a_recurrent_layer_at_the_end() -> None:
 
 
 class TestChangesOfAllLayers:
-    """A crop, a reorder, a reset that ends between two layers."""
+    """A crop, a reorder, or a reset that ends between two layers."""
 
     @pytest.fixture
     def cache(self) -> Iterator[TieredCache]:
@@ -299,7 +298,7 @@ class TestChangesOfAllLayers:
         assert_close(feed(model, ids, cache), right(model, ids))
 
     def test_a_torn_layer(self, cache: TieredCache) -> None:
-        """An interrupt between window and block table: where the tokens are is not certain."""
+        """After an interrupt between window and block table, the place of the tokens is not certain."""
         model, ids = tiny_llama(), prompt_ids(130, batch=2)
         request = cache.manager._request_table.find(cache._binding.request_id)
         request.layers[1].torn = True
@@ -316,7 +315,7 @@ class TestChangesOfAllLayers:
 
 
 class TestLayersThatAreNeverUpdated:
-    """A config that speaks of more layers than the model has: what generation shows is learnt."""
+    """A config that lists more layers than the model updates: the cache learns which ones from generation."""
 
     def test_generate(self) -> None:
         model, ids = tiny_llama(), prompt_ids(100)

@@ -1,6 +1,6 @@
-"""What went wrong in public with caches that move their data: one test per report, against `DynamicCache`.
+"""Publicly reported faults of caches that move their data: one test per report, against `DynamicCache`.
 
-The first part has the twelve cases of the project's list (10, layers over two devices, is in a module of its own);
+The first part has the twelve cases of the project's list (10, layers over two devices, is in `test_devices.py`);
 the rest are promises of `TieredCache` that no equality matrix covers.
 """
 
@@ -57,22 +57,22 @@ Make = Callable[[PreTrainedConfig], Cache]
 
 
 def storage_options(storage: str, directory: Path) -> dict[str, Any]:
-    """Settings with which every sealed block is in L1, or in L2."""
+    """Return settings that put every sealed block into L1, or into L2."""
     return {} if storage == "l1" else {"l1_capacity": 0, "l2_url": str(directory)}
 
 
 def stock(config: PreTrainedConfig) -> Cache:
-    """The oracle's cache."""
+    """Make the oracle's cache."""
     return DynamicCache(config=config)
 
 
 def tiered(config: PreTrainedConfig, **options: Any) -> TieredCache:
-    """A cache with a small window, so that most of what it holds is in blocks."""
+    """Make a cache with a small window, so that most of its tokens are in blocks."""
     return TieredCache(config=config, **(SMALL | options))
 
 
 def logits_of(model: PreTrainedModel, input_ids: torch.Tensor, mask: torch.Tensor, cache: Cache) -> torch.Tensor:
-    """One forward pass that appends to `cache`: the logits of every new token."""
+    """Run a forward pass that appends to `cache`; return the logits of every new token."""
     with torch.no_grad():
         output = model(input_ids=input_ids, attention_mask=mask, use_cache=True, **cache_argument(cache))
     logits: torch.Tensor = output.logits
@@ -82,7 +82,7 @@ def logits_of(model: PreTrainedModel, input_ids: torch.Tensor, mask: torch.Tenso
 def forward_pieces(
     model: PreTrainedModel, inputs: dict[str, torch.Tensor], cache: Cache, pieces: list[int]
 ) -> list[torch.Tensor]:
-    """Consecutive forward passes over the prompt; one list item of logits per piece."""
+    """Run forward passes over consecutive pieces of the prompt; return the logits of each."""
     ends = torch.tensor(pieces).cumsum(0).tolist()
     return [
         logits_of(model, inputs["input_ids"][:, end - size : end], inputs["attention_mask"][:, :end], cache)
@@ -91,21 +91,21 @@ def forward_pieces(
 
 
 def assert_all_equal(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
-    """Same number of tensors, bit for bit."""
+    """Fail unless both have the same number of tensors, equal bit for bit."""
     assert len(actual) == len(expected)
     for step, (mine, theirs) in enumerate(zip(actual, expected, strict=True)):
         assert torch.equal(mine, theirs), f"step {step} differs by {(mine - theirs).abs().max().item():.3g}"
 
 
 def bare_config(layers: int = 2) -> PreTrainedConfig:
-    """A config for caches that are used without a model."""
+    """Return a config for caches that are used without a model."""
     return LlamaConfig(num_hidden_layers=layers, hidden_size=32, num_attention_heads=4)
 
 
 def random_states(
     batch: int, tokens: int, generator: torch.Generator, dtype: torch.dtype = torch.float32
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """K `[B, 2, T, 8]` and V `[B, 3, T, 5]`: nothing may assume that they have one shape."""
+    """Return K `[B, 2, T, 8]` and V `[B, 3, T, 5]`: no code may assume that they have the same shape."""
     keys = torch.randn(batch, 2, tokens, 8, generator=generator)
     values = torch.randn(batch, 3, tokens, 5, generator=generator)
     return keys.to(dtype), values.to(dtype)
@@ -118,7 +118,7 @@ def append_and_compare(
     assert mine.get_mask_sizes(states[0].shape[2], layer_idx) == theirs.get_mask_sizes(
         states[0].shape[2], layer_idx
     )
-    # Each cache gets tensors of its own, so that neither can be helped by what the other keeps alive.
+    # Each cache gets its own tensors, so that neither profits from tensors that the other keeps alive.
     actual = mine.update(*(tensor.clone() for tensor in states), layer_idx)
     expected = theirs.update(*(tensor.clone() for tensor in states), layer_idx)
     for name, got, want in zip(("keys", "values"), actual, expected, strict=True):
@@ -163,7 +163,7 @@ def test_case_01_second_multi_token_forward_of_a_hybrid(name: str) -> None:
     ids=lambda entry: entry.name,
 )
 def test_case_02_prefetch_skips_layers_without_kv(entry: ZooEntry) -> None:
-    """#46748: attention every few layers only; prefetch crosses linear and dummy layers and the wrap-around."""
+    """#46748: only some layers have attention; prefetch crosses linear and dummy layers and the wrap-around."""
     model, inputs = entry.build(), prompt(LENGTH, 83)
     with tiered(model.config, prefetch_layers=2) as cache:
         tokens, logits = generate(model, inputs, cache, max_new_tokens=12)
@@ -186,7 +186,7 @@ def test_case_03_indexer_after_its_layer_was_offloaded(name: str) -> None:
 
 @pytest.mark.parametrize("storage", STORAGES)
 def test_case_04_reorder_with_every_block_cold(storage: str, tmp_path: Path) -> None:
-    """#48700, #45510, #46612: beam 4, hardly any window, several reorders between two updates."""
+    """#48700, #45510, #46612: four beams, hardly any window, several reorders between two updates."""
     generator = torch.Generator().manual_seed(4)
     mine = tiered(bare_config(), window_tokens=16, **storage_options(storage, tmp_path))
     theirs = DynamicCache(config=bare_config())
@@ -212,7 +212,7 @@ def test_case_04_reorder_with_every_block_cold(storage: str, tmp_path: Path) -> 
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("removed", [0, 1, 15, 16, 17, 32, 33, 47, 48, 49, 64, 89, 99, 100, 107])
 def test_case_05_crop_across_tiers(removed: int, storage: str, tmp_path: Path) -> None:
-    """#47433: `crop(0)` changes nothing, `crop(-n)` reaches any tier, more than all leaves an empty cache."""
+    """#47433: `crop(0)` changes nothing, `crop(-n)` reaches any tier, cropping too many leaves an empty cache."""
     generator = torch.Generator().manual_seed(5)
     theirs = DynamicCache(config=bare_config())
     with tiered(bare_config(), **storage_options(storage, tmp_path)) as mine:
@@ -273,7 +273,7 @@ def test_case_07_continue_with_full_ids(name: str) -> None:
 def test_case_07_fully_cached_prompt(name: str) -> None:
     """#37906: the cache holds the whole prompt. Stock `generate` silently feeds it a second time.
 
-    `TieredCache` either raises and says what to do, or generates as if there had been no cache.
+    `TieredCache` either raises and says what to do, or generates as without a cache.
     """
     model, inputs = model_of(name), prompt(80)
     with tiered(model.config) as cache:
@@ -298,7 +298,7 @@ def test_case_08_batched_prefix_with_several_suffixes(name: str) -> None:
     """
     model, inputs = model_of(name), prompt(84, 61)
     with tiered(model.config) as prefix:
-        generate(model, inputs, prefix, max_new_tokens=1)  # feeds the prompt, and nothing else
+        generate(model, inputs, prefix, max_new_tokens=1)  # feeds only the prompt
         assert prefix.get_seq_length() == 84
         for seed in (1, 2, 3):
             full = extend(inputs, inputs["input_ids"], 9, seed=seed)
@@ -311,7 +311,7 @@ def test_case_08_batched_prefix_with_several_suffixes(name: str) -> None:
 
 @pytest.mark.parametrize("storage", STORAGES)
 def test_case_09_batch_one_cache_with_beams(storage: str, tmp_path: Path) -> None:
-    """#25086: a cache of one row used with three beams says what to do, and doing it is exact."""
+    """#25086: a cache of one row used with three beams raises and says what to do; the result is then exact."""
     model, inputs = model_of("llama"), prompt(80)
     full = extend(inputs, inputs["input_ids"], 6, seed=9)
     options = {"num_beams": 3, "num_return_sequences": 2, "max_new_tokens": 10}
@@ -333,7 +333,7 @@ def test_case_09_batch_one_cache_with_beams(storage: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("storage", STORAGES)
 def test_case_11_deepcopy_of_a_filled_cache(storage: str, tmp_path: Path) -> None:
-    """#32159: a deep copy and its original go separate ways, and either may be closed first."""
+    """#32159: a deep copy and its original are independent, and either may be closed first."""
     generator = torch.Generator().manual_seed(11)
     theirs = DynamicCache(config=bare_config())
     mine = tiered(bare_config(), **storage_options(storage, tmp_path))
@@ -357,12 +357,12 @@ def test_case_11_deepcopy_of_a_filled_cache(storage: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize("explicitly", [True, False], ids=["closed", "collected"])
 def test_case_12_memory_is_freed(explicitly: bool, cache_directory: Path) -> None:
     """#31717, #25930: closed or merely dropped, a cache leaves no tensors and no directory behind."""
-    odd_size = 43  # a head dimension that no other tensor in the process has
+    odd_size = 43  # a head dimension that no other tensor of the process has
 
     def tensors() -> int:
         gc.collect()
         with warnings.catch_warnings():
-            # Some lazy module attributes that gc hands out warn when they are looked at.
+            # Some lazy module attributes among the objects of gc warn when they are accessed.
             warnings.simplefilter("ignore")
             return sum(
                 1
@@ -387,15 +387,15 @@ def test_case_12_memory_is_freed(explicitly: bool, cache_directory: Path) -> Non
         del cache
         gc.collect()
         assert alive() is None
-    # After a collection, threads and files are closed from a thread of their own.
+    # After a collection, a separate thread closes threads and files.
     assert eventually(lambda: tensors() == before)
     assert eventually(lambda: not any(cache_directory.iterdir()))
 
 
 def test_case_12_no_doubling() -> None:
-    """#25930: what is kept on the accelerator does not grow with each step's concatenation.
+    """#25930: accelerator memory does not grow with each step's concatenation.
 
-    Two layers of 2,000 tokens and hardly any window: at most one buffer of a whole layer for each (prefetch),
+    Two layers of 2,000 tokens and hardly any window take at most one buffer of a whole layer each (prefetch),
     where concatenation would need old and new at once.
     """
     generator = torch.Generator().manual_seed(12)
@@ -415,7 +415,7 @@ def test_case_12_no_doubling() -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gptneox"])
 def test_assisted_decoding(name: str) -> None:
-    """A small assistant drafts; what it drafts wrongly is cropped at every step."""
+    """A small assistant drafts; rejected tokens are cropped at every step."""
     model, inputs = model_of(name), prompt(LENGTH)
     assistant = ZooEntry(
         name="assistant",
@@ -467,7 +467,7 @@ def _tiny_t5() -> PreTrainedModel:
         d_model=32,
         d_kv=8,
         d_ff=48,
-        num_layers=2,  # for both halves: stock caches, too, count T5's layers by the encoder's
+        num_layers=2,  # for both halves: stock caches, too, take the number of T5's layers from the encoder
         num_heads=4,
         dropout_rate=0.0,
         pad_token_id=0,
@@ -539,7 +539,7 @@ def test_gradients_are_refused() -> None:
 
 
 def test_minimax_is_refused() -> None:
-    """The original MiniMax accepts only its own cache; better to say so than to fail inside of it."""
+    """The original MiniMax accepts only its own cache, so the error comes before the model fails inside."""
     with pytest.raises(UnsupportedModelError, match="minimax"):
         tiered(transformers.MiniMaxConfig(num_hidden_layers=2))
 
@@ -574,7 +574,7 @@ def test_close_on_leaving_with_even_after_an_error(cache_directory: Path) -> Non
 
 
 def test_reset_and_reuse() -> None:
-    """After `reset()` the cache is as new, for another batch size, too."""
+    """After `reset()` the cache works like a new one, also for another batch size."""
     generator = torch.Generator().manual_seed(6)
     with tiered(bare_config()) as mine:
         for batch in (3, 1, 2):
@@ -587,7 +587,7 @@ def test_reset_and_reuse() -> None:
 
 
 def test_layers_need_not_be_updated_in_order() -> None:
-    """The order in which layers are used is learnt, not assumed; and it may change."""
+    """The order in which layers are used is learnt, not assumed, and may change."""
     generator = torch.Generator().manual_seed(8)
     config = bare_config(layers=4)
     theirs = DynamicCache(config=config)
@@ -598,7 +598,7 @@ def test_layers_need_not_be_updated_in_order() -> None:
 
 
 def test_whole_layer_can_be_read() -> None:
-    """`keys` and `values` of a layer materialise it, as some models and users expect."""
+    """`keys` and `values` of a layer return it as a whole, as some models and users expect."""
     generator = torch.Generator().manual_seed(10)
     theirs = DynamicCache(config=bare_config())
     with tiered(bare_config()) as mine:
@@ -611,7 +611,7 @@ def test_whole_layer_can_be_read() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_memory_layout_does_not_show(dtype: torch.dtype) -> None:
-    """Latents of one head go through a linear layer: it must round as it does for `DynamicCache`.
+    """A linear layer over latents of one head rounds as it does for `DynamicCache`.
 
     oneDNN and MKL choose their kernels by strides, even where `is_contiguous()` is true: a slice
     `[B, 1, :S, D]` of a longer buffer rounds differently from a tensor of just that shape.
@@ -634,7 +634,7 @@ def test_memory_layout_does_not_show(dtype: torch.dtype) -> None:
 
 
 def test_sliding_layers_stay_stock() -> None:
-    """Only plain full-attention layers are replaced; all others are the classes that transformers makes."""
+    """Only plain full-attention layers are replaced; all others keep the classes of transformers."""
     for name in ("gemma3", "gptoss", "jamba", "falconh1", "deepseekv32", "gemma4"):
         config = model_of(name).config
         with tiered(config) as cache:
@@ -680,7 +680,7 @@ def test_any_interleaving(
     dtype: torch.dtype,
     storage: str,
 ) -> None:
-    """Appends, crops and changes of the batch in any order: what comes back is what `DynamicCache` gives."""
+    """Appends, crops and changes of the batch, in any order, return what `DynamicCache` returns."""
     generator = torch.Generator().manual_seed(14)
     directory = tmp_path_factory.mktemp("l2")
     theirs = DynamicCache(config=bare_config())

@@ -1,4 +1,4 @@
-"""The same output while windows shrink and grow, and while blocks move up and down through tiny tiers."""
+"""The output stays the same while windows shrink and grow, and while blocks move through tiny tiers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .test_equality import expected_outcome
 from .zoo import ZOO, model_of
 
 ROW_BYTES = 4096  # of a block of `tiny_llama`
-# In each step other blocks are worth keeping than in the one before.
+# In each step, other blocks are worth keeping than in the previous one.
 RESTLESS = {
     "eviction": "random",
     "protection_steps": 0,
@@ -110,7 +110,7 @@ def test_everything_moves_and_is_late(
 
 
 def test_every_block_moves_several_times(tmp_path: Path) -> None:
-    """The tiers are balanced before each step as well, while nothing is being read."""
+    """Every block moves several times: the tiers are balanced before each step as well, without reads."""
     model = tiny_llama()
     input_ids = prompt_ids(120)
     expected_tokens, expected_logits = generate(
@@ -137,7 +137,7 @@ def test_every_block_moves_several_times(tmp_path: Path) -> None:
 
 
 def test_default_policy_on_a_recorded_decode(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Exact decoding reads in a cycle: the default reaches what an oracle would, at any capacity."""
+    """Exact decoding reads in a cycle: the default policy matches an oracle, at any capacity."""
     monkeypatch.setattr(residency, "HeatTable", RecordingTable)
     model = tiny_llama()
     with TieredCache(config=model.config, window_tokens=32, block_tokens=16) as cache:
@@ -155,7 +155,7 @@ def test_default_policy_on_a_recorded_decode(monkeypatch: pytest.MonkeyPatch, tm
 
 @pytest.mark.parametrize("name", ["smollm2-top-p", "smollm2-top-k"])
 def test_heat_on_what_a_real_model_chose(name: str) -> None:
-    """Which blocks of 64 tokens SmolLM2-135M attends to most, in real text."""
+    """`heat` on the blocks of 64 tokens to which SmolLM2-135M attends most, in real text."""
     trace = Trace.load(Path(__file__).parents[2] / "docs" / "traces" / f"{name}.npz")
     for share in (0.1, 0.25, 0.5):
         capacity = int(share * trace.most_blocks)
@@ -164,7 +164,7 @@ def test_heat_on_what_a_real_model_chose(name: str) -> None:
 
 
 class Accelerator:
-    """A device of 2 MiB: the rest of the program takes a share of it, the cache the rest."""
+    """A device of 2 MiB, shared by the rest of the program and the cache."""
 
     total_bytes = 2 << 20
 
@@ -178,7 +178,7 @@ class Accelerator:
 
 
 def test_windows_follow_the_free_memory() -> None:
-    """R5: they shrink when the rest of the program needs more, grow back, and the output stays what it is."""
+    """R5: windows shrink when the rest of the program needs more, and grow back; the output stays the same."""
     model = tiny_llama()
     input_ids = prompt_ids(600)
     options = {"max_new_tokens": 150}

@@ -1,7 +1,8 @@
-"""Streaming attention against eager attention with `DynamicCache`: every model that supports it, every decoding
-mode.
+"""Streaming attention against eager attention with `DynamicCache`, for every model that supports it and every
+decoding mode.
 
-Window 32, blocks of 16 tokens, two buffers of one to four blocks: a prompt of 100 tokens streams in several parts.
+Window 32, blocks of 16 tokens, two buffers of one to four blocks: a prompt of 100 tokens streams in several
+splits.
 """
 
 from __future__ import annotations
@@ -40,20 +41,20 @@ from .modes import BLOCK_TOKENS, MODES, WINDOW_TOKENS, Outcome, cache_argument, 
 from .more_models import MORE_MODELS
 from .zoo import TRANSFORMERS_VERSION, ZOO, model_of
 
-# Of logits between -8 and 8; sdpa with everything in memory differs from eager by up to 1e-5 on these models.
+# For logits between -8 and 8; sdpa with everything in memory differs from eager by up to 1e-5 on these models.
 TOLERANCE = 2e-5
 # A recurrent model amplifies rounding: here sdpa itself is 2.2e-5 away from eager, streaming 2.8e-5.
 EXCEPTIONS = {("qwen3next", "beam_search"): 4e-5}
 
 
 def text_config(model: PreTrainedModel) -> PreTrainedConfig:
-    """The part of the config that describes the decoder."""
+    """Return the part of the config that describes the decoder."""
     return model.config.get_text_config(decoder=True)
 
 
 @contextmanager
 def attention(model: PreTrainedModel, implementation: str) -> Iterator[None]:
-    """Another attention for a while: models are shared between tests."""
+    """Use another attention within a context: models are shared between tests."""
     before = model.config._attn_implementation
     model.set_attn_implementation(implementation)
     try:
@@ -63,7 +64,7 @@ def attention(model: PreTrainedModel, implementation: str) -> Iterator[None]:
 
 
 def can_be_set(name: str) -> bool:
-    """Whether this version of the model lets its attention be chosen; a few older ones do not."""
+    """Return true if this version of the model has a choice of attention; a few older ones do not."""
     with attention(model_of(name), TIERED):
         return bool(text_config(model_of(name))._attn_implementation == TIERED)
 
@@ -77,14 +78,14 @@ EXACT = [name for name in STREAMED if ZOO[name].dtype is torch.float32]
 
 @functools.cache
 def expected_outcome(name: str, mode: str) -> Outcome:
-    """What eager attention gives with everything in memory."""
+    """Return the outcome of eager attention with everything in memory."""
     with attention(model_of(name), "eager"):
         return MODES[mode](model_of(name), lambda config: DynamicCache(config=config))
 
 
 def deviation(outcome: Outcome, expected: Outcome) -> float:
-    """The largest difference of a logit, where tokens are the same. What follows a padding token is nobody's
-    concern: sdpa and eager differ there as well."""
+    """Return the largest difference of a logit, where tokens are the same. Logits of padding tokens do not count:
+    sdpa and eager differ there as well."""
     real = torch.ones_like(expected.tokens, dtype=torch.bool) if expected.real is None else expected.real
     assert torch.equal(outcome.tokens[real], expected.tokens[real])
     worst = 0.0
@@ -126,7 +127,7 @@ def test_same_as_eager(name: str, mode: str, streamed_layers: list[int]) -> None
 
 
 def test_the_list_is_what_was_tested() -> None:
-    """No model is listed on trust."""
+    """Every model on the list is tested."""
     tested = {text_config(model_of(name)).model_type for name in EXACT} | set(MORE_MODELS)
     if Version("5.24") <= TRANSFORMERS_VERSION:
         assert tested == STREAMING_MODELS
@@ -134,7 +135,7 @@ def test_the_list_is_what_was_tested() -> None:
 
 
 def test_bfloat16_is_as_exact_as_the_fused_kernel() -> None:
-    """Against attention in float64: the error over many parts, relative to that of sdpa on all at once."""
+    """Against attention in float64, the error over many splits is at most that of sdpa over everything at once."""
     ratios = []
     for seed in range(8):
         torch.manual_seed(seed)
@@ -169,7 +170,7 @@ def _in_parts(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, blo
 
 
 class TestForModel:
-    """`TieredCache.for_model` and what it says."""
+    """`TieredCache.for_model` and its messages."""
 
     def test_sets_the_attention(self) -> None:
         model = model_of("llama")
@@ -228,12 +229,12 @@ class TestForModel:
 
 
 class Layers(torch.nn.Module):
-    """What a cache sees of a model: it has its masks made for the "tiered" attention, then updates its layers."""
+    """The calls of a model that a cache sees: masks are made for "tiered" attention, then layers are updated."""
 
     def forward(
         self, cache: TieredCache, states: torch.Tensor, layer_idx: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Update one layer with K and V of these states, as the first one of a pass if it is layer 0."""
+        """Update one layer with K and V of these states; layer 0 begins a pass."""
         if layer_idx == 0:
             queries = states.shape[2]
             kv_length, kv_offset = cache.get_mask_sizes(queries, 0)
@@ -242,7 +243,7 @@ class Layers(torch.nn.Module):
 
 
 class TestWhatCannotBeStreamed:
-    """Partial K and V never reach another attention function silently."""
+    """Partial K and V never silently reach another attention function."""
 
     def test_unconsumed_update_raises_at_the_next(self) -> None:
         model = model_of("llama")
@@ -262,7 +263,7 @@ class TestWhatCannotBeStreamed:
             cache.update(states, states, 1)
 
     def test_changed_states_are_not_taken_for_the_caches(self) -> None:
-        """diffllama's way: what is derived from K, V carries no mark, so the update stays unconsumed."""
+        """As in diffllama, tensors derived from K and V carry no mark, so the update stays unconsumed."""
         model = model_of("diffllama")
         attn = model.config._attn_implementation
         with attention(model, TIERED), pytest.MonkeyPatch.context() as patch:
@@ -302,24 +303,24 @@ class TestWhatCannotBeStreamed:
                 tiered_attention_forward(torch.nn.Module(), states, key, value, None)
 
     def test_no_training(self) -> None:
-        """The log-sum-exp of the kernels has no gradient: wrong ones must not come out silently."""
+        """The log-sum-exp of the kernels has no gradient, so training raises instead of giving wrong ones."""
         model = copy.deepcopy(model_of("gptoss")).requires_grad_()
         with attention(model, TIERED), pytest.raises(UnsupportedModelError, match="no gradients"):
             model(**prompt(20), labels=prompt(20)["input_ids"])
 
     def test_sparse_attention_is_refused(self) -> None:
-        """Models with an indexer hand over indices instead of a mask to an attention they do not know."""
+        """Models with an indexer pass indices instead of a mask to an attention that they do not know."""
         model = model_of("deepseekv32")
         with attention(model, TIERED), pytest.raises(UnsupportedModelError, match="indices"), torch.no_grad():
             model(**prompt(20))
 
 
 class TestAfterAnError:
-    """A forward pass that ends in the middle leaves layers of different lengths, which is noticed and mended."""
+    """A forward pass that ends in the middle leaves layers of different lengths, which is detected and undone."""
 
     @pytest.fixture
     def interrupted(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[PreTrainedModel, TieredCache]]:
-        """A conversation of 101 tokens, and one more forward pass that failed in layer 1."""
+        """A conversation of 101 tokens, then one forward pass that failed in layer 1."""
         model = model_of("llama")
         with (
             attention(model, TIERED),
@@ -365,10 +366,10 @@ class TestAfterAnError:
 
 
 class TestMask:
-    """No `[q, kv]` mask for plain causal attention."""
+    """Plain causal attention needs no `[q, kv]` mask."""
 
     def test_none_of_it_is_made(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Neither in prefill nor in chunks nor in decoding, with and without padding."""
+        """No such mask is made in prefill, in chunks or in decoding, with or without padding."""
         made: list[torch.Size] = []
 
         def forbidden(**arguments: Any) -> None:
@@ -403,7 +404,7 @@ class TestMask:
         [
             {"local_size": 4, "mask_function": sliding_window_causal_mask_function(4)},
             {"allow_is_causal_skip": False},
-            {"q_offset": 0},  # a static cache, whose end holds nothing yet
+            {"q_offset": 0},  # a static cache, whose end is still empty
         ],
         ids=["sliding", "packed or compiled", "static"],
     )
@@ -415,7 +416,7 @@ class TestMask:
 
 
 def test_what_fits_the_window_is_left_to_sdpa() -> None:
-    """Nothing is opened, and logits are those of sdpa with DynamicCache, bit for bit."""
+    """No tier is opened, and logits are those of sdpa with DynamicCache, bit for bit."""
     model = model_of("llama")
     with attention(model, "sdpa"):
         expected = MODES["sampling"](model, lambda config: DynamicCache(config=config))

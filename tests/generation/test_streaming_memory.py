@@ -1,4 +1,4 @@
-"""R27: with streaming attention accelerator memory is planned, accounted, and does not grow with length."""
+"""R27: with streaming attention, accelerator memory is planned and accounted, and does not grow with length."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LAYERS, HEADS, KV_HEADS, DIM = 3, 8, 2, 32
 
 
 class Allocations(TorchDispatchMode):
-    """Adds up the memory of all tensors that operations return while it is on, as long as they live."""
+    """Adds up the memory of all tensors that operations return while it is on, until they are freed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,15 +35,15 @@ class Allocations(TorchDispatchMode):
 
     @contextmanager
     def watch(self, *foreign: torch.Tensor) -> Iterator[None]:
-        """Add up what is allocated in this context; these tensors, and views of them, are not the package's."""
+        """Add up allocations in this context, except these tensors and their views: they are not the package's."""
         self._foreign = {tensor.untyped_storage().data_ptr() for tensor in [*foreign, *self._host]}
         with self:
             yield
         self._foreign = set()
 
     def leave_out(self, tensor: torch.Tensor) -> None:
-        """This one is not on the accelerator."""
-        self._host.append(tensor)  # kept, so that its address means nothing else
+        """Do not count this tensor: it is not on the accelerator."""
+        self._host.append(tensor)  # kept, so that its address is not reused
         address = tensor.untyped_storage().data_ptr()
         self._foreign.add(address)
         self._live_bytes -= self._bytes.pop(address, 0)
@@ -70,7 +70,7 @@ class Allocations(TorchDispatchMode):
 
 @contextmanager
 def watched_manager(config: TieredCacheConfig) -> Iterator[tuple[KVCacheManager, Allocations]]:
-    """A manager whose allocations are added up, those for the host left out."""
+    """Make a manager whose allocations are added up, except those for the host."""
     allocations = Allocations()
 
     class Engine(CpuCopyEngine):
@@ -87,7 +87,7 @@ def watched_manager(config: TieredCacheConfig) -> Iterator[tuple[KVCacheManager,
 def forward(
     manager: KVCacheManager, allocations: Allocations, tokens: int, dtype: torch.dtype, rule: AttentionRule
 ) -> None:
-    """All layers; the model's own tensors are not the package's."""
+    """Compute streaming attention for all layers; the model's own tensors do not count."""
     for layer_id in range(LAYERS):
         query = torch.randn(1, HEADS, tokens, DIM).to(dtype)
         key, value = (torch.randn(1, KV_HEADS, tokens, DIM).to(dtype) for _ in range(2))
@@ -96,7 +96,7 @@ def forward(
 
 
 def fill(manager: KVCacheManager, allocations: Allocations, tokens: int, dtype: torch.dtype) -> None:
-    """Tokens in all layers, without attention."""
+    """Append tokens to all layers, without attention."""
     for layer_id in range(LAYERS):
         key, value = (torch.randn(1, KV_HEADS, tokens, DIM).to(dtype) for _ in range(2))
         with allocations.watch(key, value):
@@ -107,7 +107,7 @@ def fill(manager: KVCacheManager, allocations: Allocations, tokens: int, dtype: 
 @pytest.mark.parametrize("softcap", [None, 20.0])
 @pytest.mark.parametrize("chunk", [1, 64, 300])
 def test_planned_accounted_allocated(dtype: torch.dtype, softcap: float | None, chunk: int) -> None:
-    """What was allocated is accounted for and was planned, at 800 tokens as at 2,400."""
+    """Allocated memory is accounted and within the plan, at 800 tokens as at 2,400."""
     config = TieredCacheConfig(window_tokens=128, block_tokens=32, stream_buffer_size="64KiB")
     model_config = LlamaConfig(
         hidden_size=HEADS * DIM,

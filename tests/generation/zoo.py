@@ -2,7 +2,7 @@
 
 Every entry is cheap (two to six layers, hidden size 32), deterministic (seeded by its name) and sharp: its
 weights are drawn wide enough that its output depends on every cached token. A model whose output ignores its
-cache would pass any equality test; `test_equality.py` has the control that rules this out.
+cache would pass any equality test; `test_equality.py` has a control that rules this out.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from transformers import PreTrainedModel
 TRANSFORMERS_VERSION = Version(transformers.__version__)
 VOCABULARY = 97
 SLIDING_TOKENS = 24
-"""Sliding windows are shorter than the prompts, so that sliding layers do slide next to the tiered ones."""
+"""Length of sliding windows: shorter than the prompts, so that sliding layers do slide beside the tiered ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Refusal:
-    """Why transformers itself cannot run a mode, and the version from which on it can, if there is one."""
+    """The reason why transformers itself cannot run a mode, and the version from which it can, if there is one."""
 
     reason: str
     fixed_in: str | None = None
 
     @property
     def holds(self) -> bool:
-        """Whether the installed transformers refuses, too."""
+        """True if the installed transformers refuses, too."""
         return self.fixed_in is None or Version(self.fixed_in) > TRANSFORMERS_VERSION
 
 
@@ -53,7 +53,7 @@ _RECURRENT: Mapping[str, Refusal] = {
 class ZooEntry:
     """One model of the matrix.
 
-    `stock_refuses` maps a mode to the reason, found by trying, why transformers itself cannot run it with a
+    `stock_refuses` maps a mode to the reason, found by trying it, why transformers itself cannot run it with a
     `DynamicCache`.
     """
 
@@ -68,16 +68,16 @@ class ZooEntry:
 
     @property
     def is_available(self) -> bool:
-        """Whether the installed transformers has this model."""
+        """True if the installed transformers has this model."""
         return self.min_version is None or Version(self.min_version) <= TRANSFORMERS_VERSION
 
     def refusal(self, mode: str) -> str | None:
-        """Why the installed transformers cannot run `mode` with its own cache; `None` if it can."""
+        """Return why the installed transformers cannot run `mode` with its own cache; `None` if it can."""
         refusal = self.stock_refuses.get(mode)
         return refusal.reason if refusal is not None and refusal.holds else None
 
     def build(self) -> PreTrainedModel:
-        """A fresh model in eval mode that never stops early."""
+        """Build a new model in eval mode that never stops early."""
         config = getattr(transformers, self.config_class)(**self.options)
         if self.attention is not None:
             config._attn_implementation = self.attention
@@ -94,7 +94,7 @@ class ZooEntry:
 
 
 def _llama_like(family: str, **options: Any) -> ZooEntry:
-    """An entry of a family that has llama's config names."""
+    """Make an entry of a family that has llama's config names."""
     prefix = options.pop("prefix", None) or family
     name = options.pop("name", None) or family.lower()
     entry_fields = {
@@ -124,7 +124,7 @@ def _llama_like(family: str, **options: Any) -> ZooEntry:
 
 
 def _gpt_like(family: str, options: Mapping[str, Any], **fields: Any) -> ZooEntry:
-    """An entry of a family with config names of its own."""
+    """Make an entry of a family that has other config names."""
     name = fields.pop("name", None) or family.lower()
     tokens = {
         "tie_word_embeddings": False,
@@ -198,7 +198,7 @@ ENTRIES: tuple[ZooEntry, ...] = (
     # Mixtures of experts.
     _llama_like("Mixtral", num_local_experts=4, num_experts_per_tok=2),
     _llama_like("Qwen3Moe", head_dim=8, num_experts=4, decoder_sparse_step=1, **_MOE),
-    # The elder families: learned or ALiBi positions, one KV head, packed projections.
+    # The older families: learned or ALiBi positions, one KV head, packed projections.
     _gpt_like("GPT2", _GPT2, model_class="GPT2LMHeadModel"),
     _gpt_like("GPT2", _GPT2, model_class="GPT2LMHeadModel", name="gpt2-eager", attention="eager"),
     _gpt_like("GPTBigCode", _GPT2),
@@ -258,7 +258,7 @@ ENTRIES: tuple[ZooEntry, ...] = (
         name="falcon-alibi",
     ),
     _gpt_like("Mpt", {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 256, "use_cache": True}),
-    # Sliding and full attention in turns.
+    # Alternating sliding and full attention.
     _llama_like(
         "Gemma2",
         stock_refuses=_SLIDING,
@@ -330,7 +330,7 @@ ENTRIES: tuple[ZooEntry, ...] = (
         attention_chunk_size=SLIDING_TOKENS,
         floor_scale=64,
     ),
-    # Layers that share the K, V of an earlier layer.
+    # Layers that share K and V of an earlier layer.
     _llama_like(
         "Gemma3n",
         stock_refuses=_SLIDING,
@@ -453,5 +453,5 @@ ZOO: Mapping[str, ZooEntry] = {entry.name: entry for entry in ENTRIES if entry.i
 
 @functools.cache
 def model_of(name: str) -> PreTrainedModel:
-    """The model of an entry, built once per process. Tests must not change it."""
+    """Return the model of an entry, built once per process. Tests must not change it."""
     return ZOO[name].build()

@@ -1,4 +1,4 @@
-"""The same promises on a CUDA device. Run them under `TORCH_CUDA_SANITIZER=1` as well."""
+"""The promises of the CPU tests, on a CUDA device. Run these under `TORCH_CUDA_SANITIZER=1` as well."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _DELAY_CYCLES = 2_000_000
 
 
 class LateCudaEngine(CudaCopyEngine):
-    """Copies start late on their streams, and what is free is poisoned on the stream that frees it."""
+    """An engine whose copies start late on their streams; it poisons memory on the stream that frees it."""
 
     def recycled(self, buffer: torch.Tensor) -> None:
         buffer.fill_(POISON)
@@ -62,7 +62,7 @@ class UnorderedCudaEngine(LateCudaEngine):
 
 
 def _small_tiers(path: Path) -> dict[str, Any]:
-    """Blocks that stay on the device, in page-locked host memory, in L1 and in L2, and never rest."""
+    """Return settings that keep blocks moving between the device, page-locked host memory, L1 and L2."""
     return {
         "resident_capacity": 6 * 16384,
         "host_capacity": 6 * 16384,
@@ -107,8 +107,8 @@ def test_control_without_waits(tmp_path: Path) -> None:
 
 
 def _streaming_deviation(engine: type[CudaCopyEngine], tmp_path: Path, **generation: Any) -> float:
-    """The distance of streaming logits from those of sdpa with everything in memory; infinite when tokens
-    differ."""
+    """Return the largest difference of streaming logits from those of sdpa with everything in memory; infinite if
+    tokens differ."""
     model = copy.deepcopy(tiny_llama()).to("cuda")
     input_ids = prompt_ids(300, batch=2).cuda()
     expected = generate(model, input_ids, DynamicCache(config=model.config), **generation)
@@ -138,7 +138,7 @@ def test_streaming(engine: type[CudaCopyEngine], generation: dict[str, Any], tmp
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_padding_over_whole_blocks(dtype: torch.dtype) -> None:
-    """Left padding hides whole blocks; what hides them must not become infinite in a kernel."""
+    """Left padding masks whole blocks; their biases must not become infinite in a kernel."""
     torch.manual_seed(0)
     with KVCacheManager(TieredCacheConfig(window_tokens=64, block_tokens=64)) as manager:
         manager.allocate("a")
@@ -171,7 +171,7 @@ def test_control_streaming_without_waits(tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("causal", [False, True])
 def test_kernels(name: str, dtype: torch.dtype, dims: tuple[int, int], biased: bool, causal: bool) -> None:
-    """Output and log-sum-exp against float64, by the kernel that is chosen for such a problem."""
+    """Output and log-sum-exp of the kernel that is chosen for each problem, against float64."""
     torch.manual_seed(0)
     tokens = 77
     query, key = (torch.randn(3, 4, tokens, dims[0], device="cuda").to(dtype) for _ in range(2))
@@ -190,7 +190,7 @@ def test_kernels(name: str, dtype: torch.dtype, dims: tuple[int, int], biased: b
 
 
 def test_manager_on_a_side_stream() -> None:
-    """The compute stream is the caller's current one, whichever that is."""
+    """The compute stream is the caller's current stream, whichever that is."""
     config = TieredCacheConfig(window_tokens=32, block_tokens=16)
     layers = [[part.cuda() for part in random_kv(300)] for _ in range(4)]
     with KVCacheManager(config, engine_factory=LateCudaEngine) as manager, torch.cuda.stream(torch.cuda.Stream()):
@@ -204,7 +204,7 @@ def test_manager_on_a_side_stream() -> None:
 
 
 def test_accounting_matches_the_allocator() -> None:
-    """`l0_bytes` is what the process took from the device, up to the allocator's rounding."""
+    """`l0_bytes` is the memory that the process took from the device, up to the allocator's rounding."""
     config = TieredCacheConfig(window_tokens=1024, block_tokens=256)
     key, value = (part.cuda() for part in random_kv(20_000, key_shape=(8, 64), value_shape=(8, 64)))
     torch.cuda.synchronize()
@@ -241,7 +241,7 @@ def test_the_landing_buffer_goes_with_the_engine() -> None:
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("waits", [False, True])
 def test_a_source_on_the_device_is_read_when_it_is_complete(whole: bool, waits: bool) -> None:
-    """The control, which does not wait for it, reads what was there before."""
+    """The control, which does not wait for the source, reads its previous content."""
     engine = CudaCopyEngine(torch.device("cuda", 0), Metrics())
     source, target = engine.allocate(1 << 20).zero_(), engine.allocate(1 << 20).zero_()
     after = engine.record_compute()
@@ -281,7 +281,7 @@ def test_host_memory_is_page_locked() -> None:
 
 
 def test_one_thread_on_two_streams() -> None:
-    """Buffers go from one request to the other, whose streams do not wait for each other."""
+    """Buffers pass between two requests whose streams do not wait for each other."""
     config = TieredCacheConfig(window_tokens=32, block_tokens=16, prefetch_layers=1)
     requests = {name: [[part.cuda() for part in random_kv(300)] for _ in range(2)] for name in "ab"}
     streams = {name: torch.cuda.Stream() for name in requests}
@@ -321,7 +321,7 @@ assert not torch._C._cuda_hasPrimaryContext(0), "the first device is in use"
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_nothing_is_done_on_the_first_gpu() -> None:
-    """In a process of its own, in which nobody else has used it."""
+    """Run in a separate process, in which nothing else has used the first GPU."""
     subprocess.run([sys.executable, "-c", _ON_THE_SECOND_GPU], check=True, timeout=200)
 
 

@@ -1,19 +1,19 @@
-"""CUDA without a device: which accesses to memory are ordered, and which only happened in the right order.
+"""CUDA without a device: finds accesses to memory that happened in the right order only by chance.
 
-The package's own CUDA engine runs on CPU tensors, where everything is executed at once. Beside that, each stream
+The package's own CUDA engine runs on CPU tensors, where everything is executed at once. In addition, each stream
 has a vector clock, and every access to memory that the package allocates is compared with those that conflict:
 
-    one stream              in the order in which it was given its work
+    one stream              orders its work as it was enqueued
     the host                precedes what it enqueues afterwards; all of its threads count as one
     record, wait_event      what was recorded precedes what the waiting stream does from then on
     synchronize             ... precedes what the host does from then on
-    new memory              may have been given up a moment ago by the stream that it is allocated on: it counts as
+    new memory              may have been freed a moment ago by the stream on which it is allocated: it counts as
                             written there
-    memory that is freed    is given out again on the stream that it was allocated on, when the streams that were
-                            recorded for it have passed its end: all others must have been waited for
+    freed memory            is allocated again on the same stream, once the streams that were recorded for it have
+                            passed the point where it was freed: all others must have been waited for
 
-Accesses are compared word by word. What one stream does after another without such an order is a `Violation`.
-Devices are modelled as far as a thread has a current one, and as it costs memory to use one for the first time.
+Accesses are compared word by word. Conflicting accesses of two streams without such an order are a `Violation`.
+Devices are modelled in two respects: a thread has a current one, and the first use of one takes memory.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from hf_tiered_cache.transfer.cuda import CudaCopyEngine
 from hf_tiered_cache.transfer.engine import CopyEngine
 
 GPU = 1
-"""The device that CPU tensors stand for. Not the first one, so that a stray use of that is seen."""
+"""The device for which CPU tensors stand. Not the first one, so that stray uses of the first are detected."""
 
 _WORD_BYTES = 4
 _MOST_STREAMS = 128
@@ -51,7 +51,7 @@ Site = tuple[str, ...]
 
 
 class Violation(NamedTuple):
-    """Two accesses without an order, and where they were made: the second, then the first."""
+    """Two unordered accesses and their places in the code: the second, then the first."""
 
     what: str
     memory: str
@@ -60,7 +60,7 @@ class Violation(NamedTuple):
 
 
 class Stream:
-    """A stream, or the host. `clock[i]` says how much of stream `i` precedes what this one does next."""
+    """A stream, or the host. `clock[i]` is how much of stream `i` precedes the next operation of this one."""
 
     def __init__(self, model: CudaModel, device: int, name: str) -> None:
         with model.lock:
@@ -72,14 +72,14 @@ class Stream:
         self._model = model
 
     def tick(self) -> int:
-        """The time of one more operation."""
+        """Return the time of one more operation."""
         if self is not self._model.host:
             self.follow(self._model.host.clock)
         self.clock[self.number] += 1
         return int(self.clock[self.number])
 
     def follow(self, clock: np.ndarray[Any, Any]) -> None:
-        """What is before this clock is before what comes next here."""
+        """Order everything before this clock before the next operation."""
         np.maximum(self.clock, clock, out=self.clock)
 
     def wait_event(self, event: Event) -> None:
@@ -96,7 +96,7 @@ class Stream:
 
 
 class Event:
-    """As of `torch.cuda.Event`: a wait means what was recorded last before it."""
+    """As `torch.cuda.Event`: a wait refers to the last record before it."""
 
     def __init__(self, model: CudaModel, blocking: bool = False) -> None:
         model.counts["events"] += 1
@@ -121,7 +121,7 @@ class Event:
 
 
 class Memory:
-    """What is known of each word of some memory: who wrote it last and when, and who has read it since when."""
+    """The accesses to each word of some memory: its last writer, its readers since then, and their times."""
 
     def __init__(self, kind: str, address: int, nbytes: int, owner: Stream) -> None:
         words = -(-nbytes // _WORD_BYTES)
@@ -133,7 +133,7 @@ class Memory:
         self.sites: dict[tuple[int, int], Site] = {}
 
     def last_accesses(self) -> Iterator[tuple[int, int]]:
-        """Stream and time of the last access of each stream."""
+        """Yield each stream and the time of its last access."""
         for number in np.unique(self.writer):
             yield int(number), int(self.written[self.writer == number].max())
         for number, times in self.read.items():
@@ -141,10 +141,10 @@ class Memory:
 
 
 class CudaModel:
-    """Streams, events, allocator, page-locked memory and devices, in place of those of `torch.cuda`.
+    """Streams, events, allocator, page-locked memory and devices that replace those of `torch.cuda`.
 
     Args:
-        monkeypatch: takes the place of `torch.cuda`'s functions.
+        monkeypatch: replaces `torch.cuda`'s functions.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,36 +164,36 @@ class CudaModel:
     # -- what tests use -------------------------------------------------------------------------------------------
 
     def engine(self, kind: type[ModelEngine] | None = None) -> Callable[[torch.device, Metrics], CopyEngine]:
-        """An engine factory for a manager."""
+        """Make an engine; an engine factory for a manager."""
         return lambda device, metrics: (kind or ModelEngine)(device, metrics, self)
 
     def watch(self) -> TorchDispatchMode:
-        """A context in which the calling thread's operations on tensors are seen."""
+        """Return a context in which the model sees the calling thread's operations on tensors."""
         return _Watch(self)
 
     @contextlib.contextmanager
     def computing_on(self, stream: Stream) -> Iterator[None]:
-        """The calling thread computes on a stream of its own, as its user would write it."""
+        """Let the calling thread compute on this stream, as user code would."""
         with torch.cuda.device(GPU), torch.cuda.stream(stream):  # type: ignore[arg-type]
             yield
 
     def new_stream(self, name: str = "user's") -> Stream:
-        """A stream of the GPU."""
+        """Make a stream of the GPU."""
         return Stream(self, GPU, name)
 
     @property
     def current_device(self) -> int:
-        """The calling thread's."""
+        """The calling thread's current device."""
         return int(getattr(self._here, "device", 0))
 
     def report(self) -> str:
-        """What was found, for messages."""
+        """Return the violations found, as text for messages."""
         return "\n".join(f"{count} x {violation}" for violation, count in self.violations.most_common(8))
 
     # -- memory ---------------------------------------------------------------------------------------------------
 
     def track(self, tensor: torch.Tensor, kind: str, owner: Stream) -> torch.Tensor:
-        """New memory, until it is freed."""
+        """Track new memory until it is freed."""
         storage = tensor.untyped_storage()
         if storage.nbytes():
             with self.lock:
@@ -202,13 +202,13 @@ class CudaModel:
         return tensor
 
     def tensor_accessed(self, tensor: torch.Tensor, stream: Stream, write: bool) -> None:
-        """A stream, or the host, reads or writes a tensor."""
+        """Record that a stream or the host reads or writes a tensor."""
         memory = self._memory.get(tensor.untyped_storage().data_ptr())
         if memory is not None and tensor.numel():
             self._accessed(memory, stream, write, lambda words: _words_of(tensor, words))
 
     def array_accessed(self, array: np.ndarray[Any, Any], write: bool) -> None:
-        """The host reads or writes a contiguous array."""
+        """Record that the host reads or writes a contiguous array."""
         first = array.__array_interface__["data"][0]
         for memory in list(self._memory.values()):
             offset = first - memory.address
@@ -253,7 +253,7 @@ class CudaModel:
         with self.lock:
             if self._memory.get(memory.address) is memory:
                 del self._memory[memory.address]
-            if memory.kind != "device":  # the host's allocator knows of every copy by itself
+            if memory.kind != "device":  # the host's allocator tracks copies by itself
                 return
             passed = [memory.owner, self.host, *memory.recorded]
             for number, time in memory.last_accesses():
@@ -275,7 +275,7 @@ class CudaModel:
         monkeypatch.setattr(cuda, "set_device", self.set_device)
         monkeypatch.setattr(cuda, "cudart", lambda: self)
         monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: self._record(tensor, stream))
-        # Where the host touches memory that streams touch, too.
+        # Functions with which the host accesses memory that streams access, too.
         copyto, as_bits = np.copyto, staging.as_bits
 
         def watched_copyto(target: Any, source: Any, **options: Any) -> None:
@@ -300,18 +300,18 @@ class CudaModel:
         return self._streams.get(index, self._default[index])
 
     def set_stream(self, stream: Stream) -> None:
-        """As of `torch.cuda`: the stream's device becomes the current one, too."""
+        """As in `torch.cuda`: the stream's device becomes the current one, too."""
         if self.current_device != stream.device:
             self.set_device(stream.device)
         self._streams[stream.device] = stream
 
     def set_device(self, device: Any) -> None:
-        """As of `torch.cuda`: makes a context, which takes memory, on a device that has none yet."""
+        """As in `torch.cuda`: makes a context, which takes memory, on a device that has none yet."""
         self._here.device = self._index(device)
         self.contexts.add(self._here.device)
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802
-        """As of CUDA's runtime. What is locked is watched."""
+        """As in CUDA's runtime. Locked memory is tracked."""
         with self.lock:
             assert address % 4096 == nbytes % 4096 == 0 and flags == 1
             assert not any(address < at + size and at < address + nbytes for at, size in self.locked.items())
@@ -323,7 +323,7 @@ class CudaModel:
             return 0
 
     def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
-        """As of CUDA's runtime. The memory goes back to the system."""
+        """As in CUDA's runtime. The memory returns to the system."""
         with self.lock:
             self.contexts.add(self.current_device)
             self._accessed(self._memory[address], self.host, True, lambda words: words)
@@ -360,7 +360,7 @@ class CudaModel:
 
 
 class ModelEngine(CudaCopyEngine):
-    """The package's engine for CUDA, on memory that the model watches."""
+    """The package's engine for CUDA, on memory that the model tracks."""
 
     def __init__(self, device: torch.device, metrics: Metrics, model: CudaModel) -> None:
         self.model = model
@@ -368,7 +368,7 @@ class ModelEngine(CudaCopyEngine):
 
     def enter_thread(self) -> None:
         super().enter_thread()
-        self.model.watch().__enter__()  # as long as the thread lives
+        self.model.watch().__enter__()  # until the thread ends
 
     def _empty(self, nbytes: int) -> torch.Tensor:
         buffer = torch.empty(nbytes, dtype=torch.uint8)
@@ -381,7 +381,7 @@ class ModelEngine(CudaCopyEngine):
 
 
 class _StreamContext:
-    """As `torch.cuda.StreamContext`, its ways with devices included."""
+    """As `torch.cuda.StreamContext`, including its treatment of devices."""
 
     def __init__(self, model: CudaModel, stream: Stream) -> None:
         self._model, self._stream = model, stream
@@ -400,11 +400,11 @@ class _StreamContext:
 
 
 class _Watch(TorchDispatchMode):
-    """Tells the model of every operation of the calling thread, on its current stream."""
+    """Reports every operation of the calling thread to the model, on its current stream."""
 
-    # Their arguments serve as examples of shape and type.
+    # Operations that use their arguments only for shape and type.
     _READ_NOTHING = ("new_", "empty", "zeros", "ones", "full", "sym_", "detach", "alias", "fill_", "zero_")
-    # The host waits for their result.
+    # Operations for whose result the host waits.
     _SYNCHRONISE = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero")
 
     def __init__(self, model: CudaModel) -> None:
@@ -436,7 +436,7 @@ class _Watch(TorchDispatchMode):
 
 
 def _words_of(tensor: torch.Tensor, words: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Of what is known of a storage's words, what belongs to a tensor; a view."""
+    """Return the part of a storage's record `words` that belongs to a tensor, as a view."""
     offset, width = tensor.storage_offset(), tensor.element_size()
     if tensor.is_contiguous():
         first, end = offset * width, (offset + tensor.numel()) * width
@@ -447,7 +447,7 @@ def _words_of(tensor: torch.Tensor, words: np.ndarray[Any, Any]) -> np.ndarray[A
 
 
 def _site() -> Site:
-    """Where in the package the calling code is, the innermost function first."""
+    """Return the place of the calling code in the package, the innermost function first."""
     frame: FrameType | None = sys._getframe(2)
     places: list[str] = []
     while frame is not None and len(places) < 3:

@@ -1,4 +1,4 @@
-"""Uses of the package under the model of CUDA, small, with blocks in every tier and always on the move."""
+"""Small uses of the package under the model of CUDA, with blocks in every tier that move all the time."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Scenario:
 
     Args:
         cuda: the model.
-        path: of L2.
+        path: the directory of L2.
         engine: the engine, for controls.
     """
 
@@ -47,7 +47,7 @@ class Scenario:
 
     @contextmanager
     def manager(self, **options: Any) -> Iterator[KVCacheManager]:
-        """Blocks on the device, in host memory, in L1 and in L2, which never rest."""
+        """Make a manager with blocks on the device, in host memory, in L1 and in L2, which move all the time."""
         before_close = options.pop("before_close", lambda: None)
         settings: dict[str, Any] = {
             "window_tokens": 2 * BLOCK_TOKENS,
@@ -76,7 +76,7 @@ class Scenario:
         self.hits.update({name: tier.blocks_served for name, tier in stats.tiers.items()})
 
     def generation(self, form: Form, tiers: dict[str, Any] | None = None, **options: Any) -> bool:
-        """`model.generate`, with other settings of the tiers if need be; whether the tokens are those of
+        """Run `model.generate`, with other settings of the tiers if given; return true if the tokens are those of
         DynamicCache."""
         model = copy.deepcopy(tiny_llama(LAYERS))
         input_ids = prompt_ids(150, batch=2)
@@ -87,8 +87,7 @@ class Scenario:
         return torch.equal(found, expected)
 
     def threads(self, form: Form) -> None:
-        """Three threads, each with a request and a stream of its own,
-        with another one in its second turn."""
+        """Run three threads, each with its own request and stream, and with another stream in its second turn."""
 
         def work(manager: KVCacheManager, request: str) -> None:
             manager.allocate(request)
@@ -107,7 +106,7 @@ class Scenario:
             _in_threads(*(lambda name=name: work(manager, name) for name in "abc"))  # type: ignore[misc]
 
     def handover(self, form: Form) -> None:
-        """One request, each call by another thread, which computes on another stream. In between tokens are added
+        """Make each call on a request in another thread, which computes on another stream. In between, add tokens
         without attention."""
         layers = [_random_kv(200) for _ in range(LAYERS)]
         calls: list[tuple[int, Form | Literal["append"]]] = [
@@ -127,7 +126,7 @@ class Scenario:
                 first += size
 
     def streams(self, form: Form) -> None:
-        """One thread that computes now on one stream, now on another, each for a request of its own."""
+        """Run one thread that alternates between two streams, each for its own request."""
         requests = {name: [_random_kv(200) for _ in range(LAYERS)] for name in "ab"}
         streams = {name: self.cuda.new_stream() for name in requests}
         read = []
@@ -144,7 +143,7 @@ class Scenario:
             _check(found, layers)
 
     def fresh_blocks(self, form: Form) -> bool:
-        """A prompt in chunks, all blocks of which stay on the device, too, and are read there before write-back
+        """Feed a prompt in chunks. All its blocks stay on the device, too, and are read there before write-back
         has waited for any."""
         gate, store = threading.Event(), WriteBack._store
 
@@ -163,7 +162,7 @@ class Scenario:
             return self.generation(form, tiers, prefill_chunk_size=40)
 
     def moving_windows(self, form: Form) -> None:
-        """Windows that grow and shrink from step to step; forks, crops, selected rows, a reset in between."""
+        """Use windows that grow and shrink from step to step; fork, crop, select rows and reset in between."""
         model = copy.deepcopy(tiny_llama(LAYERS))
         input_ids = prompt_ids(150, batch=2)
         with (
@@ -204,8 +203,8 @@ def _steps(
     first: int,
     sizes: tuple[int, ...],
 ) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
-    """Tokens from `first` on, in pieces. What is returned is read by the stream; the copy, with its layer, is for
-    `_check`, since to compare here would make the host wait."""
+    """Add tokens from `first` on, in pieces. The stream reads the results; the returned copies, each with its
+    layer, are for `_check`: a comparison here would make the host wait."""
     read = []
     for size in sizes:
         for layer_id, (key, value) in enumerate(layers):
@@ -223,7 +222,7 @@ def _steps(
 
 
 def _check(read: list[tuple[int, torch.Tensor, torch.Tensor]], layers: Layers) -> None:
-    """What was returned is what was given."""
+    """Fail unless the results are the tokens that were added."""
     for layer_id, *found in read:
         for states, expected in zip(found, layers[layer_id], strict=True):
             assert torch.equal(states, expected[:, :, : states.shape[2]])
@@ -241,7 +240,7 @@ def _cache(model: Any, manager: KVCacheManager, form: Form) -> Iterator[TieredCa
 
 
 def _in_threads(*work: Callable[[], None]) -> None:
-    """Run in threads at the same time; raise what any of them raised."""
+    """Run functions in threads at the same time; raise what any of them raised."""
     errors: list[BaseException] = []
 
     def guarded(task: Callable[[], None]) -> None:

@@ -1,5 +1,4 @@
-"""Each ordering rule, when it is gone, is missed in the way of use that needs it: what shows that `test_order` can
-fail."""
+"""Without an ordering rule, the use that needs it reports violations. This shows that `test_order` can fail."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ from .scenarios import Form, Scenario
 
 FORMS: list[Form] = ["gather", "stream"]
 
-# Of a use that the model of the machine should report. All of 192 did at once; on a loaded machine one did not.
+# Runs of a use until the model reports it. All of 192 did at once; on a loaded machine one did not.
 _ATTEMPTS = 8
 
 
@@ -44,9 +43,9 @@ def _is_missed(
     what: str,
     where: str,
 ) -> None:
-    """A use without a rule reports violations of a kind, in functions that are named.
+    """Check that a use without a rule reports violations of a kind, in a named function.
 
-    Threads of the host may run in an order that needs no rule, so a use that reports nothing is repeated.
+    Threads of the host may run in an order that needs no rule, so a use without a report is repeated.
     """
     for attempt in range(_ATTEMPTS):
         storage = path / str(attempt)
@@ -67,7 +66,7 @@ class ComputeWaitsForNothing(ModelEngine):
 
 
 class CopyInDoesNotWait(ModelEngine):
-    """For its targets to be released."""
+    """Copies in do not wait until their targets are released."""
 
     def copy_in(self, source: Any, scatter: Any, after: Event, ready: Event | None = None) -> Event:
         return super().copy_in(source, scatter, self.record_copy_in(), ready)
@@ -79,14 +78,14 @@ class CopyInWholeDoesNotWait(ModelEngine):
 
 
 class CopyOutDoesNotWait(ModelEngine):
-    """For the block to be packed."""
+    """Copies out do not wait until the block is packed."""
 
     def copy_out(self, source: Any, target: Any, after: Event) -> Event:
         return super().copy_out(source, target, self._events.record(self._out))
 
 
 class ResidentBlocksAreReadAtOnce(ModelEngine):
-    """As if they were in host memory, whose transfer begins before the wait for the targets."""
+    """Resident blocks are copied like those in host memory, which do not wait for the targets at first."""
 
     def copy_in(self, source: Any, scatter: Any, after: Event, ready: Event | None = None) -> Event:
         return super().copy_in(source, scatter, after)
@@ -108,14 +107,14 @@ class NothingIsRecordedForOtherThreads(ModelEngine):
 
 
 class CopiesInAreNotFinished(ModelEngine):
-    """The host does not wait before it lets the blocks go that were read where they are."""
+    """The host does not wait before it releases blocks that are read in place."""
 
     def finish_copies_in(self) -> None:
         return
 
 
 class EventsAreUsedAgainAtOnce(ModelEngine):
-    """While somebody may still be told to wait for them."""
+    """Events are recorded again while another wait for them may still come."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -134,7 +133,7 @@ def _generation(form: Form, **options: Any) -> Callable[[Scenario], object]:
     return lambda scenario: scenario.generation(form, **options)
 
 
-# What is read from host memory, the host waits for itself.
+# For reads from host memory, the host waits itself.
 FROM_STORAGE = {"tiers": {"host_capacity": 0, "resident_capacity": 0}}
 
 ENGINES: dict[str, tuple[type[ModelEngine], Callable[[Scenario], object], str, str]] = {
@@ -197,7 +196,7 @@ def test_host_waits(form: Form, cuda: CudaModel, tmp_path: Path, monkeypatch: py
 def test_event_of_the_allocator(
     form: Form, cuda: CudaModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A buffer with new memory that keeps the event of the old."""
+    """A buffer with new memory keeps the event of the old memory."""
     reallocate = LoadBuffer.reallocate
 
     def reallocate_only(buffer: LoadBuffer, nbytes: int) -> None:
@@ -216,7 +215,7 @@ def test_follow(form: Form, cuda: CudaModel, tmp_path: Path, monkeypatch: pytest
 
 
 def test_stream_of_the_reader(cuda: CudaModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread gives a buffer back on the stream that it computes on by then."""
+    """A thread releases a buffer on its current stream instead of the one that read it."""
     give_back = GatherBuffers.give_back
     monkeypatch.setattr(GatherBuffers, "give_back", lambda buffers, buffer, compute: give_back(buffers, buffer))
     _is_missed(cuda, tmp_path, None, lambda use: use.streams("gather"), "write after an unordered read", "copy_in")
@@ -225,7 +224,7 @@ def test_stream_of_the_reader(cuda: CudaModel, tmp_path: Path, monkeypatch: pyte
 def test_release_of_a_buffer_into_which_nothing_is_loaded(
     cuda: CudaModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Then no copy waits for those who read it before."""
+    """Nothing is loaded into a buffer, so no copy waits for its previous readers."""
     finish = Prefetcher.finish
 
     def finish_at_once(prefetcher: Prefetcher, load: Load, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -237,7 +236,7 @@ def test_release_of_a_buffer_into_which_nothing_is_loaded(
 
 
 class TestPinsOfHostBlocks:
-    """Blocks are thrown out of host memory as soon as their copies to the device were asked for."""
+    """Blocks are evicted from host memory as soon as their copies to the device are enqueued."""
 
     @pytest.fixture
     def thrown_out(self, monkeypatch: pytest.MonkeyPatch) -> list[Block]:
@@ -257,13 +256,13 @@ class TestPinsOfHostBlocks:
                 with residency.changed:
                     copy = block.copies["host"]
                     residency.remove_copy_locked(block, "host")
-                # Unless it is pinned: deleted here or, if that was faster, on the background thread.
+                # Unless it is pinned, it is deleted here, or by the background thread if that is faster.
                 while not copy.pins and "host" in block.leaving:
                     residency.garbage.collect((residency.tiers["host"], block))
                 blocks.append(block)
 
         monkeypatch.setattr(DevicePipeline, "keep", keep_and_throw_out)
-        monkeypatch.setattr(host, "_KEPT_SHARE", 0)  # what loses its block goes back to the system
+        monkeypatch.setattr(host, "_KEPT_SHARE", 0)  # memory of evicted blocks returns to the system
         return blocks
 
     @staticmethod
@@ -294,7 +293,7 @@ class TestPinsOfHostBlocks:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_device_of_a_thread(form: Form, cuda: CudaModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Streams alone: the first device takes memory, and the calling thread is left on it."""
+    """With streams but no device contexts, the first device takes memory, and the calling thread is left on it."""
 
     @contextmanager
     def on(engine: ModelEngine, stream: Any) -> Iterator[None]:

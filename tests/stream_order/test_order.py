@@ -1,4 +1,4 @@
-"""Every access is ordered, in every way of use; and each ordering rule is missed when it is gone."""
+"""Every access is ordered, in every scenario."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def cuda() -> Iterator[CudaModel]:
 
 @pytest.fixture
 def scenario(cuda: CudaModel, tmp_path: Path) -> Iterator[Scenario]:
-    """What runs without a fault, to the end and its clean-up."""
+    """A scenario that must report no violation, including its clean-up."""
     scenario = Scenario(cuda, tmp_path)
     yield scenario
     assert not cuda.violations, cuda.report()

@@ -1,4 +1,4 @@
-"""Random use by three threads on streams that change, with blocks in every tier: nothing is unordered.
+"""Random use by three threads on changing streams, with blocks in every tier: all accesses are ordered.
 
 `HF_TIERED_STREAM_RUNS=200 pytest tests/stream_order/test_random.py` for a long run; each run is one seed.
 """
@@ -31,15 +31,15 @@ CALLS = 40
 
 
 class RandomUse:
-    """Requests of one manager, and what they should hold.
+    """Requests of one manager, and their expected content.
 
-    Each call is made by one of three threads, one at a time, on one of four streams, and nothing makes the host
-    wait for what was computed: results are copied on the stream and compared at the end.
+    One of three threads makes each call, one at a time, on one of four streams, and nothing makes the host wait
+    for results: they are copied on the stream and compared at the end.
 
     Args:
         cuda: the model.
-        manager: of the run.
-        seed: of all choices.
+        manager: the manager of the run.
+        seed: the seed of all choices.
     """
 
     def __init__(self, cuda: CudaModel, manager: KVCacheManager, seed: int) -> None:
@@ -72,7 +72,7 @@ class RandomUse:
                 self._random.choice(threads).submit(self._call, call, name, stream).result()
 
     def check(self) -> None:
-        """What was returned is what should have been."""
+        """Compare all results with the expected ones."""
         for found, expected in self._results:
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
@@ -147,7 +147,7 @@ class RandomUse:
 
 
 def _attention(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """`[B, Q, Hq, D]` of the newest tokens over all."""
+    """Return attention `[B, Q, Hq, D]` of the newest tokens over all tokens."""
     queries, tokens = query.shape[2], keys.shape[2]
     mask = torch.ones(queries, tokens, dtype=torch.bool).tril(tokens - queries)
     output = torch.nn.functional.scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=True)
@@ -155,7 +155,7 @@ def _attention(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) ->
 
 
 def _options(seed: int) -> dict[str, Any]:
-    """Sizes that differ from run to run."""
+    """Return settings with sizes that differ from run to run."""
     choose = random.Random(seed).choice
     return {
         "window_tokens": choose(("auto", BLOCK_TOKENS, 2 * BLOCK_TOKENS)),
@@ -185,7 +185,7 @@ def _run(seed: int, path: Path) -> Counter[str]:
 
 @pytest.mark.timeout(60 + 30 * RUNS)
 def test_random_use(tmp_path: Path) -> None:
-    """All tiers are read, over all runs."""
+    """Random use reports no violation, and all runs together read every tier."""
     hits: Counter[str] = Counter()
     for seed in range(RUNS):
         path = tmp_path / str(seed)

@@ -1,4 +1,4 @@
-"""What tests with many threads share."""
+"""Fixtures of tests with many threads."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def faults() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def end_with_hanging_threads() -> Iterator[None]:
-    """When it ends, Python waits for the threads of executors, also for those that hang for ever."""
+    """Let the process end although threads hang: at its end, Python waits for the threads of executors."""
     yield
     if Crew.left_hanging:
         faulthandler.dump_traceback_later(2 * STALL_SECONDS, exit=True, file=2)
@@ -29,7 +29,7 @@ def end_with_hanging_threads() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def short_turns() -> Iterator[None]:
-    """Threads interrupt each other fifty times as often as usual."""
+    """Switch threads fifty times as often as usual."""
     usual = sys.getswitchinterval()
     sys.setswitchinterval(usual / 50)
     yield

@@ -1,4 +1,4 @@
-"""Threads that cannot fail in silence, and tokens that tell who wrote them."""
+"""Threads that cannot fail silently, and tokens that identify their writer."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ Layer = tuple[torch.Tensor, torch.Tensor]
 
 
 class Crew:
-    """Threads under watch: `join` raises what any of them raised, and all stacks when one makes no progress.
+    """Watched threads: `join` raises what any of them raised, and all stacks if one makes no progress.
 
     Args:
-        story: what else to say when something went wrong.
+        story: returns what to add to error messages.
     """
 
     left_hanging = False
@@ -45,7 +45,7 @@ class Crew:
         self._errors: list[tuple[str, BaseException]] = []
 
     def start(self, target: Callable[..., object], *arguments: object) -> threading.Thread:
-        """Run a function in a thread of its own."""
+        """Run a function in a new thread."""
         name = f"crew-{len(self._threads)}"
         thread = threading.Thread(target=self._run, args=(target, arguments), name=name, daemon=True)
         self._threads.append(thread)
@@ -54,13 +54,13 @@ class Crew:
         return thread
 
     def loop(self, step: Callable[[], object]) -> None:
-        """For a thread of the crew: repeat until told to stop; each step counts as progress."""
+        """Repeat a step in a thread of the crew until it must stop; each step counts as progress."""
         while not self.stop.is_set():
             step()
             self._progress[threading.current_thread()] = time.monotonic()
 
     def join(self, stop_after_seconds: float | None = None) -> None:
-        """Wait until all have ended, and tell them to, after some seconds or when one has failed."""
+        """Wait until all threads have ended; stop them after some seconds, or when one has failed."""
         started, hung = time.monotonic(), ""
         while alive := [thread for thread in self._threads if thread.is_alive()]:
             now = time.monotonic()
@@ -72,7 +72,7 @@ class Crew:
                 Crew.left_hanging = True
                 break
             alive[0].join(0.02)
-        # Not formatted where they were caught: for that CPython 3.11 parses sources, which it can in one thread.
+        # Formatted here, not where they were caught: CPython 3.11 parses sources for that, in one thread only.
         errors = [f"in {name}:\n\n{''.join(traceback.format_exception(error))}" for name, error in self._errors]
         if hung or errors:
             raise AssertionError("\n\n".join(filter(None, [*errors, hung, self._story()])))
@@ -85,7 +85,7 @@ class Crew:
 
 
 def all_stacks() -> str:
-    """What every thread of the process is doing."""
+    """Return the stacks of all threads of the process."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return "\n".join(
         f"{names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
@@ -94,7 +94,7 @@ def all_stacks() -> str:
 
 
 def in_threads(*calls: Callable[[], object]) -> None:
-    """Run functions at the same time, and wait for all."""
+    """Run functions in threads at the same time, and wait for all."""
     crew = Crew()
     for call in calls:
         crew.start(call)
@@ -103,7 +103,7 @@ def in_threads(*calls: Callable[[], object]) -> None:
 
 @contextmanager
 def opened(base: Path, **options: Any) -> Iterator[KVCacheManager]:
-    """A manager with late copies and poison, whose files are all below `base`; nothing is left afterwards."""
+    """Open a manager with late copies and poison, its files below `base`; check that nothing is left."""
     engine = functools.partial(options.pop("engine", LateEngine), max_delay_seconds=0.0005)
     others = set(threading.enumerate())
     config = TieredCacheConfig(**(SETTINGS | {"l1_path": base} | options))
@@ -118,7 +118,7 @@ def opened(base: Path, **options: Any) -> Iterator[KVCacheManager]:
 
 
 def assert_holds_nothing(manager: KVCacheManager) -> None:
-    """For a manager whose requests were all freed."""
+    """Fail if a manager whose requests were all freed still holds something."""
     in_threads(manager.flush)
     tiers = manager.stats().tiers
     left = {name: (tier.blocks, tier.used_bytes) for name, tier in tiers.items()}
@@ -128,15 +128,15 @@ def assert_holds_nothing(manager: KVCacheManager) -> None:
 
 # -- tokens ---------------------------------------------------------------------------------------------------
 
-UNIT = 4096  # shares of it are exact, and small enough for attention not to saturate
+UNIT = 4096  # fractions of it are exact, and small enough that attention does not saturate
 
 
 def tokens_of(codes: torch.Tensor, swapped: torch.Tensor | None = None) -> Layer:
-    """K `[2, 2, T, 8]` and V `[2, 2, T, 4]` of tokens that show their codes.
+    """Return K `[2, 2, T, 8]` and V `[2, 2, T, 4]` of tokens that show their codes.
 
     Args:
         codes: `[T]`, `writer * UNIT + number`.
-        swapped: `[T]`, 1 for those whose two batch rows have changed places.
+        swapped: `[T]`, 1 for tokens whose two batch rows are swapped.
     """
     rows = torch.arange(2)[:, None] if swapped is None else torch.arange(2)[:, None] ^ swapped  # [2, T or 1]
     row = rows.expand(2, len(codes))[:, None, :, None]
@@ -151,7 +151,7 @@ def tokens_of(codes: torch.Tensor, swapped: torch.Tensor | None = None) -> Layer
 
 
 def codes_of(found: Layer) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes `[T]` of tokens, and which of them have their rows swapped; fails unless they are whole."""
+    """Return the codes `[T]` of tokens, and which have their rows swapped; fail unless all are intact."""
     shown = (found[1][0, 0] * UNIT).long()
     codes, swapped = shown[:, 1] * UNIT + shown[:, 0], shown[:, 2]
     assert_same(found, tokens_of(codes, swapped))
@@ -159,12 +159,12 @@ def codes_of(found: Layer) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def codes_from(writer: int, first: int, count: int) -> torch.Tensor:
-    """Codes of consecutive tokens of one writer."""
+    """Return the codes of consecutive tokens of one writer."""
     return torch.arange(count) + writer * UNIT + first
 
 
 def assert_same(found: Layer, expected: Layer) -> None:
-    """Bit-equality; says which tokens differ."""
+    """Fail unless both are bit-equal; the message names the tokens that differ."""
     for name, mine, theirs in zip(("K", "V"), found, expected, strict=True):
         assert mine.shape == theirs.shape, f"{name} is {tuple(mine.shape)}, and should be {tuple(theirs.shape)}"
         if not torch.equal(mine, theirs):
@@ -175,7 +175,7 @@ def assert_same(found: Layer, expected: Layer) -> None:
 
 
 def assert_attention(output: torch.Tensor, query: torch.Tensor, layer: Layer) -> None:
-    """`output` `[B, T, Hq, Dv]` against attention in float64 of the newest tokens' queries."""
+    """Compare `output` `[B, T, Hq, Dv]` with attention in float64 of the newest tokens' queries."""
     count, tokens = query.shape[2], layer[0].shape[2]
     keys, values = (states.double().repeat_interleave(QUERY_HEADS // SHAPES[0][0], 1) for states in layer)
     expected = scaled_dot_product_attention(
@@ -189,5 +189,5 @@ def assert_attention(output: torch.Tensor, query: torch.Tensor, layer: Layer) ->
 
 
 def joined(held: Layer | None, new: Layer) -> Layer:
-    """A layer and more tokens."""
+    """Return a layer with more tokens appended."""
     return new if held is None else (torch.cat([held[0], new[0]], 2), torch.cat([held[1], new[1]], 2))

@@ -1,4 +1,4 @@
-"""Requests whose content can be checked although many threads use them."""
+"""Requests whose content can be checked while many threads use them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .crew import UNIT, Layer, assert_attention, codes_from, codes_of, tokens_of
 
 
 class Known:
-    """A request whose tokens the test knows. Whoever calls the manager for it holds `lock`."""
+    """A request whose tokens the test knows. A caller of the manager holds `lock`."""
 
     def __init__(self, request_id: str, layers: dict[int, Layer] | None = None) -> None:
         self.request_id = request_id
@@ -28,10 +28,10 @@ class Known:
 
 
 class Open:
-    """A request that several threads call at will, and what they told of it.
+    """A request on which several threads call at will, and a record of their calls.
 
-    In every serial order, a layer is made of calls, each whole, those of one thread in their order. It becomes
-    `full` in time; then the last of its `users` closes it.
+    In every serial order, a layer consists of whole calls, those of one thread in their order. Once it is `full`,
+    the last of its `users` closes it.
     """
 
     full_tokens = 500
@@ -50,7 +50,7 @@ class Open:
         manager.allocate(request_id)
 
     def new_tokens(self, layer_id: int, writer: int, count: int) -> torch.Tensor:
-        """Codes for a call that is about to be made."""
+        """Return codes for a call that is about to be made."""
         with self.lock:
             codes = codes_from(writer, self._written[layer_id, writer], count)
             self._written[layer_id, writer] += count
@@ -60,18 +60,18 @@ class Open:
         return codes
 
     def saw(self, layer_id: int, found: Layer, own: torch.Tensor | None = None) -> None:
-        """Check what was found from the start of a layer on; it ends with `own`, if that was just added."""
+        """Check tokens read from the start of a layer; they end with `own`, if that was just added."""
         codes, swapped = codes_of(found)
         if own is not None:
             assert torch.equal(codes[len(codes) - len(own) :], own), "update does not end with its own tokens"
         self.check(layer_id, codes, swapped)
 
     def check(self, layer_id: int, codes: torch.Tensor, swapped: torch.Tensor) -> None:
-        """Whether a layer can hold this. For subclasses."""
+        """Fail unless a layer can hold these tokens. For subclasses."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Nobody calls any more: check what is there, and free it."""
+        """Check the content after the last call, and free the request."""
         for layer_id, calls in self.calls.items():
             if calls:
                 tokens = self.manager.tokens(self.request_id, layer_id)
@@ -84,10 +84,10 @@ class Open:
 
 
 class Growing(Open):
-    """An open request to which tokens are only added: whatever is seen is a beginning of what it is at last.
+    """An open request to which tokens are only added: every state seen is a prefix of the final one.
 
-    What can be checked only then is kept: `fetched` are layer, positions and codes, `attended` layer, own
-    tokens, query and output.
+    Results that can be checked only at the end are kept: `fetched` are layer, positions and codes, `attended` are
+    layer, own tokens, query and output.
     """
 
     def __init__(self, manager: KVCacheManager, request_id: str) -> None:
@@ -127,8 +127,8 @@ class Growing(Open):
 
 
 class Changing(Open):
-    """An open request that is cropped and has its rows swapped, too. A thread takes away no more tokens than it
-    has added, so what there was at first stays."""
+    """An open request that is also cropped and has its rows swapped. A thread removes no more tokens than it has
+    added, so the first tokens stay."""
 
     full_tokens = 3000
     first_tokens = 40
@@ -136,7 +136,7 @@ class Changing(Open):
     def __init__(self, manager: KVCacheManager, request_id: str) -> None:
         super().__init__(manager, request_id)
         self.cropped: Counter[int] = Counter()
-        self.credit: Counter[tuple[int, int]] = Counter()  # by layer and writer: tokens that it may take away
+        self.credit: Counter[tuple[int, int]] = Counter()  # by layer and writer: tokens that it may remove
         self.swaps: Counter[int] = Counter()
         for layer_id in self.calls:
             codes = self.new_tokens(layer_id, 15, self.first_tokens)
@@ -166,7 +166,7 @@ class Changing(Open):
 
 
 class Succession:
-    """Open requests of one kind: when one is full, the next takes its place."""
+    """Open requests of one kind: when one is full, the next replaces it."""
 
     def __init__(self, make: Callable[[], Open]) -> None:
         self._make = make

@@ -1,4 +1,4 @@
-"""Faults that were found once: each by the smallest case that showed it."""
+"""Faults found in the past, each with the smallest case that showed it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BLOCK_BYTES = 2 * 2 * 16 * 8 * 4
 
 
 def test_loads_of_two_threads_need_no_new_memory_each_time(tmp_path: Path) -> None:
-    """A buffer that a thread gave back when its next update began counted as one too many."""
+    """Buffers that a thread returns at its next update are reused, not replaced as one too many."""
     allocations: list[int] = []
 
     class Counting(LateEngine):
@@ -70,7 +70,7 @@ def test_close_waits_for_a_request_that_is_being_freed(tmp_path: Path) -> None:
 
 
 def test_a_copy_that_finds_no_room_does_not_end_the_wait_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks on their way into the pool were read from a buffer that was in use again."""
+    """Blocks on their way into the pool are not read from a buffer that is in use again."""
     original = DevicePool._reserve
     calls = 0
 
@@ -79,7 +79,7 @@ def test_a_copy_that_finds_no_room_does_not_end_the_wait_for_others(monkeypatch:
         calls += 1
         return original(pool, nbytes) if calls % 2 else None
 
-    monkeypatch.setattr(DevicePool, "copy_of", lambda pool, packed: None)  # nothing is resident from the start
+    monkeypatch.setattr(DevicePool, "copy_of", lambda pool, packed: None)  # at first nothing is resident
     monkeypatch.setattr(DevicePool, "_reserve", every_second)
     config = TieredCacheConfig(
         window_tokens=16,
@@ -104,7 +104,7 @@ def test_a_copy_that_finds_no_room_does_not_end_the_wait_for_others(monkeypatch:
 
 
 def test_a_failed_deletion_is_tried_again(tmp_path: Path) -> None:
-    """It counted as done the second time, and the file stayed."""
+    """A failed deletion keeps its room until a retry has deleted the file."""
     with opened(tmp_path, l1_path=tmp_path) as manager:
         manager.allocate("a")
         manager.append("a", 0, *random_kv(200))
@@ -115,7 +115,7 @@ def test_a_failed_deletion_is_tried_again(tmp_path: Path) -> None:
         original = tier.start_delete
 
         def failing(key: Any) -> Any:
-            original(key)  # the storage says no only afterwards
+            original(key)  # the storage fails only afterwards
             chunk = tmp_path / "gone"
             raise ValueError(f"PERMISSION_DENIED: {chunk}")
 
@@ -130,7 +130,7 @@ def test_a_failed_deletion_is_tried_again(tmp_path: Path) -> None:
 
 
 class TestWindowsOfOthers:
-    """An automatic window that shrinks while its request is not being used."""
+    """An automatic window that shrinks while its request is idle."""
 
     @pytest.fixture
     def free_share(self) -> list[float]:
@@ -225,9 +225,9 @@ def test_what_was_loaded_for_the_other_form_is_given_up(tmp_path: Path) -> None:
 
 
 class TestInterrupts:
-    """Ctrl-C at any moment: whatever was going on, the next call works."""
+    """After Ctrl-C at any moment, the next call works."""
 
-    # An interrupt that strikes in a weak reference's callback is told by Python itself.
+    # Python itself reports an interrupt in a weak reference's callback.
     @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
     def test_at_random_moments(self, tmp_path: Path, send_ctrl_c: Callable[[float], CtrlC]) -> None:
         config = TieredCacheConfig(window_tokens=32, block_tokens=16, host_capacity=0, l1_path=tmp_path)
@@ -255,7 +255,7 @@ class TestInterrupts:
 
     def test_a_lock_that_an_interrupt_left_behind(self) -> None:
         lock = TimedLock(Metrics())
-        lock.acquire()  # and nobody releases it
+        lock.acquire()  # and never released
         with lock:
             pass
         taken: list[bool] = []

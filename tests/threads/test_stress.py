@@ -1,13 +1,13 @@
-"""Eight threads, any calls, against plain tensors. The requests are of five kinds, by what can be known of them:
+"""Eight threads make any calls, checked against plain tensors. There are five kinds of requests:
 
     owned      one thread calls, and knows the tokens
     shared     several threads call, one at a time by a lock of the test: the tokens are known
-    growing    several threads add at will; tokens tell who wrote them, so that every order can be checked
+    growing    several threads add at will; tokens identify their writer, so that every order can be checked
     changing   several threads add, crop and swap rows at will
-    fleeting   anybody allocates, forks and frees it at any time
+    fleeting   any thread allocates, forks and frees it at any time
 
 A longer run: HF_TIERED_STRESS_SECONDS=60 pytest tests/threads/test_stress.py
-The same choices again: HF_TIERED_STRESS_SEED=<as printed>; threads still take turns as they please.
+The same choices again: HF_TIERED_STRESS_SEED=<as printed>; the order of the threads still varies.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ STRESS_SECONDS = float(os.environ.get("HF_TIERED_STRESS_SECONDS", "6"))
 
 
 class Stress:
-    """What the threads of one run have in common."""
+    """Shared state of the threads of one run."""
 
     def __init__(self, manager: KVCacheManager, seed: int) -> None:
         self.manager = manager
@@ -75,7 +75,7 @@ class Stress:
         return "\n".join(lines + [f"writer {user.writer}: {', '.join(user.log)}" for user in self.users])
 
     def close(self) -> None:
-        """All threads have ended: check what is there, and free it."""
+        """Check the content of all requests after the threads have ended, and free them."""
         for request in [*self.shared, *(request for user in self.users for request in user.owned)]:
             for layer_id, layer in request.layers.items():
                 found = self.manager.fetch(request.request_id, layer_id, range(layer[0].shape[2]))
@@ -104,7 +104,7 @@ class User:
         self._fleeting_number = 0
 
     def step(self) -> None:
-        """One random call."""
+        """Make one random call."""
         kinds = (
             self.on_owned,
             self.on_shared,
@@ -122,7 +122,7 @@ class User:
         return torch.randn(shape, generator=self._generator)
 
     def _linger(self) -> None:
-        """Give others time to spoil what the last call returned."""
+        """Give other threads time to spoil the results of the last call."""
         if self._choose.random() < 0.3:
             time.sleep(self._choose.random() * 0.003)
 
@@ -181,7 +181,7 @@ class User:
                 check()
 
     def _new(self, request: Known, layer_id: int) -> tuple[Layer, Layer]:
-        """Tokens to add, and what the layer holds then."""
+        """Return tokens to add, and the layer's content afterwards."""
         held = request.layers.get(layer_id)
         batch, count = held[0].shape[0] if held else 2, self._choose.choice(self.token_counts)
         keys, values = (self._random(batch, heads, count, dim) for heads, dim in SHAPES)
@@ -266,7 +266,7 @@ class User:
                 if action == "append":
                     self.manager.append(name, layer_id, *new)
                 elif action == "update":
-                    self.manager.update(name, layer_id, *new)  # what it returns is spoiled by other threads' calls
+                    self.manager.update(name, layer_id, *new)  # other threads' calls spoil its results
                 else:
                     query = self._random(2, QUERY_HEADS, len(own), SHAPES[0][1])
                     output = self.manager.attend(name, layer_id, query, *new)
@@ -364,7 +364,7 @@ class User:
         except ConfigError:
             return
         self._fleeting_number = (self._fleeting_number + 100) % (UNIT - 100)
-        if action == "fork":  # nobody else knows it
+        if action == "fork":  # no other thread knows it
             tokens = self.manager.tokens(twin, layer_id)
             if tokens:
                 codes_of(self.manager.fetch(twin, layer_id, range(tokens)))
@@ -376,7 +376,7 @@ LARGEST_BLOCK_BYTES = 3 * SMALLEST_BLOCK_BYTES  # two blocks of the file system
 
 
 def files_below(base: Path) -> dict[Path, int]:
-    """L1's blocks and the bytes that each occupies."""
+    """Return L1's blocks and the bytes that each occupies."""
     sizes = {}
     for file in base.glob("*/L000*/c.*"):
         with suppress(FileNotFoundError):
@@ -385,7 +385,7 @@ def files_below(base: Path) -> dict[Path, int]:
 
 
 def check_capacities(manager: KVCacheManager, base: Path) -> None:
-    """What tiers say that they hold, and what is on disk."""
+    """Check the capacities against the statistics of the tiers and the files on disk."""
     config, tiers = manager.config, manager.stats().tiers
     l1_capacity = config.l1_capacity_bytes
     for name, capacity in (("host", config.host_capacity_bytes), ("L1", l1_capacity)):
@@ -396,7 +396,7 @@ def check_capacities(manager: KVCacheManager, base: Path) -> None:
     time.sleep(0.002)
     if l1_capacity is not None:
         seen = files_below(base)
-        # A file never comes back under the same name: those that are still there were there all at once.
+        # File names are never reused, so files that still exist existed at the same time.
         together = sum(nbytes for file, nbytes in seen.items() if file.exists())
         assert together <= l1_capacity, f"L1 has {together} bytes on disk, of {l1_capacity}"
 

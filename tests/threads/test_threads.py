@@ -1,4 +1,4 @@
-"""What many threads on one manager may rely on: models side by side, forks, ends in the middle."""
+"""Guarantees for many threads on one manager: several models, forks, closing and freeing during calls."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from .crew import (
     tokens_of,
 )
 
-# -- what threads owe each other ------------------------------------------------------------------------------
+# -- 1. independence of threads -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tokens", [20, 300])
 def test_views_of_update_last_until_the_threads_own_next_call(tokens: int, tmp_path: Path) -> None:
-    """From the window alone and with sealed blocks; whatever other threads do meanwhile to other requests."""
+    """Views stay valid with and without sealed blocks, whatever other threads do to other requests meanwhile."""
 
     def disturb() -> None:
         for _ in range(6):
@@ -57,7 +57,7 @@ def test_views_of_update_last_until_the_threads_own_next_call(tokens: int, tmp_p
 
 
 def test_requests_do_not_wait_for_each_other(tmp_path: Path) -> None:
-    """One thread waits for storage that is stuck; others use requests whose blocks can be read."""
+    """While one thread waits for stuck storage, others use requests whose blocks can be read."""
     with opened(tmp_path, l1_tier="faulty", staging_blocks=2) as manager:
         for request_id in ("stuck", "a"):
             manager.allocate(request_id)
@@ -127,7 +127,7 @@ def test_calls_while_the_tiers_are_being_opened(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("asked", ["tokens", "stats"])
 def test_no_block_is_counted_twice(asked: str, tmp_path: Path) -> None:
-    """While a block moves from the window to the table, the number of tokens is what it was."""
+    """While a block moves from the window to the table, the number of tokens does not change."""
     appended = 0
 
     def grow() -> None:
@@ -138,7 +138,7 @@ def test_no_block_is_counted_twice(asked: str, tmp_path: Path) -> None:
         crew.stop.set()
 
     def watch() -> None:
-        least = appended - 1  # one call may be running
+        least = appended - 1  # one call may be under way
         tokens = manager.tokens("a", 0) if asked == "tokens" else manager.stats().sequence_tokens
         most = appended
         assert least <= tokens <= most, f"{tokens} tokens, when {least} to {most} were appended"
@@ -175,7 +175,7 @@ def test_waiting_for_a_request_is_counted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("forms", [("sdpa",) * 4, ("tiered",) * 4, ("sdpa", "tiered") * 2], ids="/".join)
 def test_models_share_a_manager(forms: Sequence[str], tmp_path: Path) -> None:
-    """Each generates with its own cache, as if it were alone."""
+    """Several models generate, each with its own cache, as if alone."""
     prompts = [prompt_ids(80 + 13 * number, 1 + number % 2) for number in range(len(forms))]
     models = [copy.deepcopy(tiny_llama()) for _ in forms]
     expected = [
@@ -250,7 +250,7 @@ def test_fork_while_the_source_grows(tmp_path: Path) -> None:
 
 
 def test_branches_of_one_conversation_generate_at_the_same_time(tmp_path: Path) -> None:
-    """Deep copies made by several threads at once, which then go on together with their original."""
+    """Several threads make deep copies at once, then generate together with the original."""
     models = [copy.deepcopy(tiny_llama()) for _ in range(4)]
     prompt = prompt_ids(150)
     questions = [torch.cat([prompt, prompt_ids(5 + number)], 1) for number in range(4)]
@@ -310,7 +310,7 @@ def anything_on(manager: KVCacheManager, name: str) -> None:
 
 
 def all_calls(manager: KVCacheManager, name: str) -> dict[str, Callable[[], object]]:
-    """Every call of a manager that says something about a request, and the ones about all."""
+    """Return every call of a manager, on one request or on all."""
     query, kv = torch.randn(1, 4, 1, 8), random_kv(1)
     return {
         "append": lambda: manager.append(name, 0, *kv),
@@ -373,7 +373,7 @@ def test_close_while_others_call(after_seconds: float, delay_seconds: float, tmp
 
 
 def test_close_waits_for_a_call_that_runs(tmp_path: Path) -> None:
-    """It is in the middle of its work, and finishes it."""
+    """A call in the middle of its work finishes it before `close` returns."""
     FAULTS.gate = threading.Event()
     ends: list[str] = []
 
@@ -415,7 +415,7 @@ def test_every_call_on_a_closed_manager_says_so(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("delay_seconds", [0.0, 0.003])
 def test_free_while_others_use_it(delay_seconds: float, tmp_path: Path) -> None:
-    """They get `ConfigError`, whatever they were about to do, and bring nothing back to life."""
+    """Other threads get `ConfigError`, whatever they were about to do, and do not bring the request back."""
     FAULTS.delay_seconds = delay_seconds
 
     def use(name: str, action: Callable[[KVCacheManager, str], None]) -> None:
@@ -469,12 +469,12 @@ SHORT_LIVED_THREADS = 20
 
 
 def l0_bytes_of_layer(tokens: int) -> int:
-    """K and V of one layer as `random_kv` makes them."""
+    """Return the bytes of K and V of one layer, as `random_kv` makes them."""
     return 2 * 2 * 8 * 4 * tokens
 
 
 def test_a_thread_that_ended_keeps_no_buffer(tmp_path: Path) -> None:
-    """One after the other."""
+    """Threads that end one after the other leave no buffers."""
     held = random_kv(320)
 
     def update() -> None:
@@ -498,7 +498,7 @@ def test_a_thread_that_ended_keeps_no_buffer(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("next_call", ["update", "append"])
 def test_threads_that_ended_together_keep_no_buffers(next_call: str, tmp_path: Path) -> None:
-    """All live at once, each with views of its own; once they have ended, any call gives their memory back."""
+    """Threads are alive at once, each with its own views; once they have ended, any call frees their memory."""
     held = random_kv(320)
     turn, all_have_theirs = threading.Lock(), threading.Barrier(SHORT_LIVED_THREADS)
 
@@ -529,13 +529,13 @@ def test_threads_that_ended_together_keep_no_buffers(next_call: str, tmp_path: P
 
 @pytest.mark.parametrize("blocks_at_once", [1, 20])
 def test_a_greedy_thread_does_not_starve_others(blocks_at_once: int, tmp_path: Path) -> None:
-    """Storage is slow, and one thread wants all of it. Another's single blocks take their turn."""
+    """One thread keeps slow storage busy; single blocks of another thread still take their turn."""
     appends, staging_blocks = 12, 4
     waited_blocks: list[int] = []
 
     def greedy() -> None:
         manager.append("greedy", 0, *random_kv(blocks_at_once * BLOCK_TOKENS))
-        if FAULTS.writes > 600:  # far too many: let the test end
+        if FAULTS.writes > 600:  # far too many: end the test
             crew.stop.set()
 
     def modest() -> None:

@@ -39,7 +39,7 @@ def _subpackage(module: str) -> str:
 
 
 def _imports(path: Path) -> set[str]:
-    """Modules of the package that a file imports, wherever in the file."""
+    """Return the modules of the package that a file imports, anywhere in it."""
     package = list(path.relative_to(PACKAGE).parent.parts)
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
@@ -72,7 +72,7 @@ def test_modules_of_a_subpackage_import_one_way(subpackage: str) -> None:
 
 @pytest.mark.parametrize("subpackage", sorted(LEVEL_OF.keys() - {"", "bench", "testing"}))
 def test_a_subpackage_says_what_it_imports(subpackage: str) -> None:
-    """Its docstring names the subpackages that its modules import, and no others."""
+    """The docstring of a subpackage names the subpackages that its modules import, and no others."""
     docstring = ast.get_docstring(ast.parse(MODULES[subpackage].read_text())) or ""
     stated, begin, _ = docstring.partition("Imports ")[2].partition("Begin with `")
     own = [path for module, path in MODULES.items() if _subpackage(module) == subpackage]
@@ -81,7 +81,7 @@ def test_a_subpackage_says_what_it_imports(subpackage: str) -> None:
 
 
 def test_only_integration_knows_transformers() -> None:
-    """And what compares a run with and without the cache."""
+    """Only `integration` imports transformers, and `bench`, which compares runs with and without the cache."""
     for module, path in MODULES.items():
         if _subpackage(module) in ("integration", "bench"):
             continue

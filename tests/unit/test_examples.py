@@ -1,4 +1,4 @@
-"""What a newcomer runs first works, with warnings as errors."""
+"""The examples, the notebook and the benchmarks run, with warnings as errors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from hf_tiered_cache.bench import longcontext
 
 ROOT = Path(__file__).parents[2]
-# Of other packages, at their import: not ours to mend, and not part of what these examples show.
+# Ignore warnings of other packages at their import, which these examples do not concern.
 _IGNORED = ("-W", "error", "-W", "ignore::DeprecationWarning", "-W", "ignore::SyntaxWarning")
 
 
@@ -55,7 +55,7 @@ def test_overlap_benchmark_prints_json_last() -> None:
 
 
 def test_longcontext_benchmark_says_what_was_missed(capsys: pytest.CaptureFixture[str]) -> None:
-    """Far too short for its first limit; outputs are exact all the same, and nothing grows."""
+    """A run that is far too short for its first limit reports that; its outputs are exact and nothing grows."""
     arguments = argparse.Namespace(model_tokens=3000, manager_tokens=8192, chunk=512, steps=2, device="cpu")
     with pytest.raises(SystemExit, match="less than 5 %"):
         longcontext.run(arguments)

@@ -1,4 +1,4 @@
-"""Every tensor that the package makes names its device: `torch.set_default_device` means the model's tensors."""
+"""The package names the device of every tensor that it makes: `torch.set_default_device` is for the model's."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import hf_tiered_cache
 
 PACKAGE = Path(hf_tiered_cache.__file__).parent
 
-# What makes a tensor out of no other one. Those that a default device does not touch are not here, `from_numpy`
-# and `frombuffer` among them: tests/generation/test_default_device.py would notice if that changed.
+# Functions that make a tensor from scratch. Those that ignore the default device, such as `from_numpy` and
+# `frombuffer`, are left out: tests/generation/test_default_device.py would fail if that changed.
 FACTORIES = {
     *(
         "arange",
@@ -32,7 +32,7 @@ FACTORIES = {
     *("sparse_bsc_tensor", "sparse_bsr_tensor", "sparse_compressed_tensor", "sparse_coo_tensor"),
     *("sparse_csc_tensor", "sparse_csr_tensor"),
 }
-# These stand in annotations as well, so only calls count.
+# These appear in annotations as well, so only calls count.
 CLASSES = {
     "Generator",
     "Tensor",
@@ -46,7 +46,7 @@ CLASSES = {
 
 
 def without_device(source: str) -> list[int]:
-    """Lines on which a factory of torch is used, called or handed on, without a device by name."""
+    """Return the lines that call or pass on a factory of torch without a device by name."""
     tree = ast.parse(source)
     modules, names = {"torch"}, {}
     for node in ast.walk(tree):
@@ -56,7 +56,7 @@ def without_device(source: str) -> list[int]:
             names |= {alias.asname or alias.name: alias.name for alias in node.names}
 
     def factory(node: ast.AST) -> str | None:
-        """The name in torch of what an expression refers to, if that is a factory."""
+        """Return the name in torch of the factory to which an expression refers, if it is one."""
         if isinstance(node, ast.Name):
             name = names.get(node.id)
         elif isinstance(node, ast.Attribute):
@@ -128,6 +128,6 @@ def test_what_is_no_factory_or_names_a_device_is_not(snippet: str) -> None:
 
 
 def test_the_list_of_factories_is_whole() -> None:
-    """All that this version of torch gives a default device."""
+    """The list has all functions to which this version of torch gives a default device."""
     names = {function.__name__.removeprefix("fft_") for function in _device_constructors()}
     assert names <= FACTORIES

@@ -1,4 +1,4 @@
-"""The programs of docs/plugins.md run, and keep the rules that the page tells."""
+"""The programs of docs/plugins.md run, and keep the rules on that page."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "plugins.md"
 
 
 def test_the_page_as_a_test_module(tmp_path: Path) -> None:
-    """All of its code, in order; then pytest runs the suites."""
+    """All code of the page runs in order as one module, in which pytest runs the suites."""
     module = tmp_path / "test_page.py"
     module.write_text("\n\n".join(code_blocks(PAGE, "python")))
     options = ["-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), "-c", "/dev/null"]

@@ -1,4 +1,4 @@
-"""Tiers and policies of others: how they get in, what they are given, and what is refused."""
+"""Third-party tiers and policies: registration, arguments, and refusals."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SETTINGS = {"window_tokens": 32, "block_tokens": 16, "host_capacity": 0}
 
 @pytest.fixture(autouse=True)
 def registries() -> Iterator[None]:
-    """As they were, afterwards."""
+    """Restore the registries after a test."""
     before = [(registry.classes, dict(registry.classes)) for registry in (TierRegistry, EVICTIONS)]
     yield
     for classes, were in before:
@@ -46,7 +46,7 @@ def registries() -> Iterator[None]:
 
 
 class DictTier(Tier):
-    """Blocks in a dict that all tiers of this class share."""
+    """Keeps blocks in a dict that all tiers of this class share."""
 
     needs_directory = False
     known_options = ("region", "retries")
@@ -91,7 +91,7 @@ def dict_tier() -> str:
 
 
 def use(**options: Any) -> list[str]:
-    """Put tokens through a manager and back; the names of its tiers."""
+    """Store tokens through a manager and read them back; return the names of its tiers."""
     with KVCacheManager(TieredCacheConfig(**(SETTINGS | options))) as manager:
         manager.allocate("a")
         keys, values = random_kv(200)
@@ -175,7 +175,7 @@ class TestOptions:
 
 
 def cell(name: str, **more: Any) -> type[Tier]:
-    """What a notebook's cell defines, anew each time it runs."""
+    """Define the class of a notebook cell, anew each time it runs."""
     return type(name, (DictTier,), {"__qualname__": name, "__module__": "__main__", **more})
 
 
@@ -274,7 +274,7 @@ class Newest(EvictionPolicy):
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """Installs a distribution with a module and entry points, as pip would."""
+    """Install a distribution with a module and entry points, as pip would."""
     modules = set(sys.modules)
 
     def install(package: str, tiers: Mapping[str, str], policies: Mapping[str, str], code: str = PLUGIN) -> None:

@@ -1,4 +1,4 @@
-"""Attention in parts equals attention over everything, whatever the parts, shapes, masks and kernels."""
+"""Attention over splits equals attention over everything, for all splits, shapes, masks and kernels."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BLOCK_TOKENS, HEAD_DIM, KV_HEADS = 16, 8, 2
 
 
 def reference(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: AttentionRule) -> torch.Tensor:
-    """The definition in float64, with repeated K and V and a dense mask; `[B, Q, Hq, D]`."""
+    """Compute attention `[B, Q, Hq, D]` by its definition, in float64, with repeated K and V and a dense mask."""
     groups = query.shape[1] // key.shape[1]
     query, key, value = query.double(), *(states.double().repeat_interleave(groups, 1) for states in (key, value))
     scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if rule.scale is None else rule.scale)
@@ -43,7 +43,7 @@ def reference(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule:
 @settings(deadline=None, max_examples=150)
 @given(data=st.data())
 def test_any_parts(data: st.DataObject) -> None:
-    """Blocks with any row map, a window in one or two slices, new tokens: all that `attend` can be asked."""
+    """All inputs that `attend` may get: blocks with any row map, a window in one or two slices, new tokens."""
     torch.manual_seed(data.draw(st.integers(0, 1 << 16), "seed"))
     batch, queries = data.draw(st.integers(1, 3), "batch"), data.draw(st.sampled_from([1, 2, 17, 40]), "queries")
     groups, value_dim = (
@@ -94,7 +94,7 @@ def test_any_parts(data: st.DataObject) -> None:
 
 
 def draw_mask(data: st.DataObject, batch: int, heads: int, queries: int, tokens: int) -> dict[str, Any]:
-    """A mask of one of the kinds that are allowed; every query sees at least itself."""
+    """Draw a mask of one of the allowed kinds; every query sees at least itself."""
     kind = data.draw(
         st.sampled_from(["none", "padding", "padding, end known", "per row", "per head, added"]), "mask"
     )
@@ -121,7 +121,7 @@ def draw_mask(data: st.DataObject, batch: int, heads: int, queries: int, tokens:
 def test_kernels(
     kernel: kernels.Kernel, causal: bool, biased: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Output and log-sum-exp against float64, for pieces of the queries, heads and batch."""
+    """Output and log-sum-exp agree with float64, for pieces of the queries, heads and batch."""
     monkeypatch.setattr(kernels, "MATMUL_SCORE_ELEMENTS", 500)
     monkeypatch.setattr(kernels, "CONVERTED_BYTES", 5000)
     torch.manual_seed(0)
@@ -138,7 +138,7 @@ def test_kernels(
 
 
 def problem(**changes: Any) -> Problem:
-    """A description of a call on an H100 in bfloat16, with changes."""
+    """Describe a call on an H100 in bfloat16, with changes."""
     usual = {
         "device_type": "cuda",
         "capability": (9, 0),
@@ -178,7 +178,7 @@ def test_kernel_by_capability(changes: dict[str, Any], chosen: str) -> None:
 
 
 def test_rows_without_a_visible_key_stay_numbers() -> None:
-    """What a padding token attends to means nothing, but NaN would spread."""
+    """Outputs of padding tokens have no meaning, but NaN would spread."""
     query, key = torch.randn(1, 2, 20, 8), torch.randn(1, 2, 20, 8)
     mask = torch.zeros(1, 1, 1, 20, dtype=torch.bool)
     with OnlineAttention(query, 2, 8, AttentionRule(mask=mask)) as attention:
@@ -187,7 +187,7 @@ def test_rows_without_a_visible_key_stay_numbers() -> None:
 
 
 def test_memory_is_accounted_for() -> None:
-    """Nothing is left on the books, also after an error; the most was at least what is held all the time."""
+    """All accounted memory is released, also after an error; the peak covers at least the permanent buffers."""
     metrics = Metrics()
     query, key = torch.randn(1, 8, 40, 64), torch.randn(1, 2, 40, 64)
     with OnlineAttention(query, 2, 64, AttentionRule(), L0Account(metrics)) as attention:

@@ -44,7 +44,7 @@ def test_bits_share_memory_for_every_float() -> None:
     )
 )
 def test_row_maps_are_what_moving_data_would_give(steps: list[object]) -> None:
-    """Against a plain list of blocks whose rows are really moved."""
+    """Row maps agree with a plain list of blocks whose rows are really moved."""
     table = BlockTable("r", 0)
     batch = 2
     model: list[list[tuple[int, int]]] = []  # per block, per batch row: (identity of the block, stored row)

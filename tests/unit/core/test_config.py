@@ -1,4 +1,4 @@
-"""Settings: what is accepted, what is refused, and with which words."""
+"""Accepted and refused settings, and the error messages."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_paths_are_absolute_from_the_start(name: str, tmp_path: Path, monkeypatc
 
 
 def test_parent_directories_are_left_to_the_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Behind a symbolic link, `..` is the parent of what the link leads to."""
+    """Behind a symbolic link, `..` is the parent of the link's target."""
     (tmp_path / "far/deep").mkdir(parents=True)
     (tmp_path / "near").mkdir()
     (tmp_path / "near/link").symlink_to(tmp_path / "far/deep")

@@ -1,4 +1,4 @@
-"""Host memory, in a container and outside."""
+"""Available host memory, inside and outside a container."""
 
 from __future__ import annotations
 

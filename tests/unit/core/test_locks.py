@@ -1,4 +1,4 @@
-"""Locks that an interrupt cannot leave taken, and conditions to wait for."""
+"""Locks that an interrupt cannot leave taken, and conditions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def left_taken(
     is_free: Callable[[], bool],
     send_ctrl_c: Callable[[float], CtrlC],
 ) -> int:
-    """How many of many interrupts, anywhere while a lock is taken and given back, left it taken."""
+    """Return how many interrupts, at any point while a lock is taken and released, left it taken."""
     times, chance = 0, random.Random(0)
     for _ in range(INTERRUPTS):
         lock = make_lock()
@@ -46,19 +46,19 @@ def left_taken(
 
 
 class Holder:
-    """Makes locks, and tells whether the last one is free."""
+    """Makes locks, and checks the last one."""
 
     def __init__(self, kind: type) -> None:
         self._kind = kind
 
     def make(self) -> AbstractContextManager[object]:
-        """The next one."""
+        """Make the next lock."""
         self._lock = self._kind(Metrics()) if issubclass(self._kind, TimedLock) else self._kind()
         lock: AbstractContextManager[object] = self._lock
         return lock
 
     def is_free(self) -> bool:
-        """Whether the calling thread can take it."""
+        """Return true if the calling thread can take the last lock."""
         return bool(self._lock.acquire(blocking=False))
 
 

@@ -1,4 +1,4 @@
-"""Row maps, and how often they are copied to a device."""
+"""Row maps, and the number of their copies to a device."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_groups() -> None:
 
 @pytest.fixture
 def copies(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What is copied to a device, from now on."""
+    """A list of the maps that are copied to a device during the test."""
     copied: list[Any] = []
 
     def index_on(rows: np.ndarray[Any, Any], device: torch.device) -> torch.Tensor:
@@ -47,7 +47,7 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def test_each_stream_has_its_own(copies: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a stream of its own, no other has to wait for it."""
+    """Each stream copies a map for itself, so that no stream has to wait for another."""
     current = ["a"]
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: (device, current[0]))
     rows = RowMap([1, 0])
@@ -60,13 +60,13 @@ def test_each_stream_has_its_own(copies: list[Any], monkeypatch: pytest.MonkeyPa
 
 
 def test_attention_copies_a_map_once(copies: list[Any]) -> None:
-    """However many parts a layer comes in, and in however many steps."""
+    """A map is copied once, for any number of splits of a layer and any number of steps."""
     block_bytes = 2 * 2 * 2 * 16 * 8 * 4
     config = TieredCacheConfig(window_tokens=32, block_tokens=16, stream_buffer_size=block_bytes)
     with KVCacheManager(config) as manager:
         manager.allocate("a")
         manager.append("a", 0, *random_kv(300, batch=2))
         manager.select_rows("a", 0, np.array([1, 1]))
-        for tokens in (1, 1, 20, 20):  # as blocks lie, and side by side
+        for tokens in (1, 1, 20, 20):  # blocks in their stored layout, and side by side
             manager.attend("a", 0, torch.randn(2, 4, tokens, 8), *random_kv(tokens, batch=2))
     assert copies == [[0, 1], [1, 1]]  # the members of the one group; the map

@@ -1,4 +1,4 @@
-"""The buffers through which sealed blocks stream: what is loaded ahead, what is forgotten, what errors leave."""
+"""The buffers through which sealed blocks stream: look-ahead, discarded loads, and errors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BLOCK_BYTES = 2 * 2 * BLOCK_TOKENS * 8 * 4
 
 @pytest.fixture
 def manager() -> Iterator[KVCacheManager]:
-    """Three layers of 200 tokens, of which ten blocks each are sealed; three buffers of two blocks."""
+    """A manager with three layers of 200 tokens, ten sealed blocks each, and three buffers of two blocks."""
     FAULTS.reset()
     config = TieredCacheConfig(
         window_tokens=32,
@@ -43,19 +43,19 @@ def manager() -> Iterator[KVCacheManager]:
 
 
 def attend(manager: KVCacheManager, layer_id: int, tokens: int = 1, request: str = "a") -> torch.Tensor:
-    """A step of one layer."""
+    """Compute one step of one layer."""
     return manager.attend(request, layer_id, torch.randn(1, 4, tokens, 8), *random_kv(tokens))
 
 
 def stream_of(manager: KVCacheManager) -> BlockReader:
-    """The one of the CPU, while only one thread attends."""
+    """Return the reader of the CPU, while only one thread uses streaming attention."""
     (lease,) = manager._resources.reader_pool(torch.device("cpu"))._idle
     assert lease.reader is not None
     return lease.reader
 
 
 def loads(manager: KVCacheManager) -> list[tuple[int, int, int]]:
-    """What is under way: layer, first block, number of blocks."""
+    """Return the loads under way: layer, first block, number of blocks."""
     return [(load.layer.layer_idx, load.first_block, len(load.blocks)) for load in stream_of(manager)._queue]
 
 
@@ -81,7 +81,7 @@ def test_a_layer_that_was_not_expected_starts_over(manager: KVCacheManager) -> N
 
 
 def test_blocks_sealed_meanwhile_squeeze_in(manager: KVCacheManager) -> None:
-    """The end of a layer is not what was foreseen; what was foreseen for the next layer stays."""
+    """Blocks sealed meanwhile change the end of a layer; loads foreseen for the next layer stay."""
     for _ in range(2):
         for layer_id in range(LAYERS):
             attend(manager, layer_id)
@@ -128,7 +128,7 @@ def test_two_requests_do_not_starve_each_other(manager: KVCacheManager) -> None:
         for request in "ab":
             for layer_id in range(LAYERS):
                 attend(manager, layer_id, request=request)
-    # Of each request's first layer the first part was not foreseen; all the rest was.
+    # The first split of each request's first layer was not foreseen; all others were.
     assert manager.stats().prefetch_hits > 3 * manager.stats().prefetch_misses
 
 
@@ -157,7 +157,7 @@ def test_a_failed_read_is_raised_and_changes_nothing(manager: KVCacheManager) ->
     tokens = manager.tokens("a", 0)
     FAULTS.read_error = "NOT_FOUND: gone"
     with pytest.raises(TierReadError):
-        for _ in range(3):  # what was loaded ahead is still good
+        for _ in range(3):  # loads that ran ahead are still valid
             attend(manager, 0)
             tokens += 1
     assert manager.tokens("a", 0) == tokens
@@ -195,7 +195,7 @@ def test_a_failing_kernel_leaves_the_buffers_whole(
 
 
 def test_layouts_that_come_back() -> None:
-    """A batch of 1, then 3, then 1 again: blocks of one layout around blocks of another, never in one load."""
+    """A batch of 1, then 3, then 1 again: blocks of different layouts are never in one load."""
     with KVCacheManager(TieredCacheConfig(window_tokens=16, block_tokens=16)) as manager:
         manager.allocate("a")
         kept = []
@@ -216,7 +216,7 @@ def test_layouts_that_come_back() -> None:
 
 
 def test_storage_that_stays_full_costs_no_token() -> None:
-    """Each call is refused before anything is added, and what is there stays whole."""
+    """Each call is refused before anything is added, and the stored tokens stay intact."""
     config = TieredCacheConfig(window_tokens=16, block_tokens=16, staging_blocks=1, l1_capacity=3 * 4096)
     with KVCacheManager(config) as manager:
         manager.allocate("a")
@@ -236,7 +236,7 @@ def test_storage_that_stays_full_costs_no_token() -> None:
 
 
 def test_a_read_without_an_answer_may_write_late(manager: KVCacheManager, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The memory that it was given is not used again."""
+    """The memory given to a read without an answer is not used again."""
     late: list[Any] = []
 
     def never_answers(residency: ResidencyTable, blocks: Any, target: Any) -> None:
@@ -297,7 +297,7 @@ def test_what_cannot_be_attended_to_adds_nothing(manager: KVCacheManager) -> Non
     assert manager.tokens("a", 0) == 200
     with pytest.raises(ConfigError):
         manager.attend("a", 7, torch.randn(1, 3, 2, 8), key, value)
-    attend(manager, 7)  # and of a new layer nothing was noted
+    attend(manager, 7)  # and nothing was recorded for a new layer
 
 
 def test_a_block_larger_than_a_buffer() -> None:
@@ -310,13 +310,13 @@ def test_a_block_larger_than_a_buffer() -> None:
 
 
 def sizes_of(manager: KVCacheManager) -> list[int]:
-    """Bytes of each stream buffer."""
+    """Return the bytes of each stream buffer."""
     return [buffer.storage.numel() for buffer in stream_of(manager)._buffers]
 
 
 @pytest.mark.parametrize("engine", [CpuCopyEngine, StagedLateEngine])
 def test_buffers_grow_with_the_layers(engine: type[CpuCopyEngine], monkeypatch: pytest.MonkeyPatch) -> None:
-    """No further than the longest layer and an eighth, nor beyond the size that was set, and seldom."""
+    """Buffers grow seldom, to at most the longest layer and an eighth, and to at most the size set."""
     grown: list[int] = []
     reallocate = LoadBuffer.reallocate
 
@@ -345,7 +345,7 @@ def test_buffers_grow_with_the_layers(engine: type[CpuCopyEngine], monkeypatch: 
 
 
 def test_a_short_context_takes_little() -> None:
-    """Of default buffers of 16 MiB, what is in the layers."""
+    """A short context takes only the memory of its layers, not default buffers of 16 MiB."""
     with KVCacheManager(TieredCacheConfig(window_tokens=32, block_tokens=BLOCK_TOKENS)) as manager:
         manager.allocate("a")
         for layer_id in range(4):
@@ -360,7 +360,7 @@ def test_a_short_context_takes_little() -> None:
 def test_without_memory_to_grow_a_buffer_serves_as_it_is(
     free_blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither an error nor a wrong result, and once there is memory again it grows."""
+    """Without memory to grow, results stay right without an error; the buffer grows once there is memory."""
     reallocate = LoadBuffer.reallocate
     refused: list[int] = []
 
@@ -424,7 +424,7 @@ def test_without_any_memory_a_load_is_an_error_and_looking_ahead_is_none(
 def test_a_buffer_that_a_cancelled_load_still_fills_does_not_grow(
     manager: KVCacheManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its memory would be there twice."""
+    """A buffer that a cancelled load still fills does not grow: its memory would exist twice."""
     attend(manager, 0)
     stream = stream_of(manager)
     stream.start_over()

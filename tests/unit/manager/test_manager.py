@@ -37,7 +37,7 @@ NO_POSITIONS: list[Any] = [
 
 @pytest.fixture(params=["l1", "l2", "both", "sink"])
 def manager(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[KVCacheManager]:
-    """Late and poisoned, with blocks in L1, in L2, spread over both, or beside sink tokens."""
+    """A manager with late copies and poison, and blocks in L1, in L2, in both, or beside sink tokens."""
     options: dict[str, dict[str, object]] = {
         "l1": {},
         "l2": {"l1_capacity": 0, "l2_url": tmp_path},
@@ -95,7 +95,7 @@ def test_prefetch_begins_reads_that_fetch_then_finds(tmp_path: Path) -> None:
 
 
 def test_prefetch_of_what_is_likely_to_be_read() -> None:
-    """R8: without positions, the heat table says which blocks are worth loading."""
+    """R8: without positions, the heat table determines which blocks are loaded."""
     FAULTS.reset()
     with KVCacheManager(TieredCacheConfig(**SETTINGS, l1_tier="faulty", prefetch_threshold=0.6)) as manager:
         manager.allocate("a")
@@ -151,7 +151,7 @@ def test_fork_shares_blocks_and_parts_ways(manager: KVCacheManager) -> None:
 
 
 def bytes_on_disk(base: Path) -> int:
-    """What L1's blocks occupy just now; they come and go meanwhile."""
+    """Return the bytes that L1's blocks occupy now; files may come and go meanwhile."""
     total = 0
     for file in base.glob("*/L000*/c.*"):
         with suppress(FileNotFoundError):
@@ -159,7 +159,7 @@ def bytes_on_disk(base: Path) -> int:
     return total
 
 
-# Every block that comes in lets the oldest sink.
+# Every new block demotes the oldest one.
 OLDEST_FIRST = {"eviction": "fifo", "protection_steps": 0, "low_watermark": 1.0, "high_watermark": 1.0}
 
 
@@ -167,7 +167,7 @@ OLDEST_FIRST = {"eviction": "fifo", "protection_steps": 0, "low_watermark": 1.0,
     ("options", "demoted"), [(OLDEST_FIRST, range(20, 33)), ({}, range(1))], ids=["fifo", "pinned"]
 )
 def test_capacity_holds_while_blocks_move(options: dict[str, Any], demoted: range, tmp_path: Path) -> None:
-    """R2: L1 is full all the time, the other blocks are below, and nothing is above the limit on disk."""
+    """R2: L1 is always full, the other blocks are in lower tiers, and disk use never exceeds the limit."""
     config = TieredCacheConfig(**SETTINGS, **options, l1_path=tmp_path, l1_capacity=5 * 4096, l2_url=tmp_path)
     with KVCacheManager(config) as manager:
         manager.allocate("a")
@@ -199,7 +199,7 @@ def test_demotion_takes_blocks_of_many_layers_at_once(tmp_path: Path) -> None:
 
 
 def test_nothing_is_opened_while_everything_fits(cache_directory: Path) -> None:
-    """R25: no directory and no thread for a short context."""
+    """R25: a short context makes no directory and no thread."""
     with KVCacheManager(TieredCacheConfig(**SETTINGS)) as manager:
         manager.allocate("a")
         key, value = random_kv(48)
@@ -210,7 +210,7 @@ def test_nothing_is_opened_while_everything_fits(cache_directory: Path) -> None:
 
 
 def test_lookahead_of_an_idle_request_gives_way() -> None:
-    """A copy that generates while its original waits is prefetched like any other."""
+    """A copy that generates while its original is idle is prefetched like any other request."""
     with KVCacheManager(TieredCacheConfig(**SETTINGS)) as manager:
         manager.allocate("original")
         for _ in range(2):
@@ -278,7 +278,7 @@ with KVCacheManager(settings) as manager:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_forked_child_is_told(tmp_path: Path) -> None:
-    """tensorstore would abort it; it must hear why, with its parent's cache and with one of its own."""
+    """A forked child, which tensorstore would abort, gets an error, with its parent's cache and with a new one."""
     subprocess.run([sys.executable, "-c", _FORK, str(tmp_path / "seen")], check=True, timeout=120)
     first, second = (tmp_path / "seen").read_text().splitlines()
     assert "parent process" in first and "spawn" in second
@@ -422,7 +422,7 @@ def test_wrong_types_are_told_and_change_nothing() -> None:
 def test_a_capacity_below_one_block_is_told(
     small: str, block_bytes: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """When the first block is sealed, once; of those that hold one, and of L1 turned off, nothing is said."""
+    """The warning comes once, with the first sealed block; a capacity of one block, or no L1, gives none."""
     ample = {"host_capacity": 3 * 4096, "l1_capacity": 3 * 4096, "resident_capacity": 4096, "l2_url": tmp_path}
     for settings, expected in ((ample | {small: block_bytes - 1}, 1), (ample, 0), (ample | {small: 0}, 0)):
         caplog.clear()

@@ -1,4 +1,4 @@
-"""What a cache held is freed when it is closed or dropped: at once, and without a word."""
+"""A closed or dropped cache frees all its memory at once, and logs nothing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BLOCK_BYTES = 2 * 2 * BLOCK_TOKENS * 8 * 4
 
 @pytest.fixture
 def no_collector() -> Iterator[None]:
-    """Only reference counts free anything."""
+    """Turn the garbage collector off: only reference counts free memory."""
     FAULTS.reset()
     gc.collect()
     gc.disable()
@@ -34,7 +34,7 @@ def no_collector() -> Iterator[None]:
 
 
 class Storages:
-    """The memory that engines gave out and that is still alive."""
+    """The memory that engines allocated and that is not freed yet."""
 
     def __init__(self) -> None:
         self._references: list[weakref.ref[Any]] = []
@@ -106,7 +106,7 @@ class TestMemoryIsFreed:
             for request in "abc":
                 _fill(manager, request)
             for _ in range(3):
-                for request in "abc":  # whose loads give way to each other's
+                for request in "abc":  # whose loads give way to those of the others
                     _use(manager, form, request, steps=1)
             manager.free("b")
             manager.crop("a", 0, 100)
@@ -160,7 +160,7 @@ def test_a_task_that_failed_is_freed() -> None:
 def test_a_cache_that_is_dropped_says_nothing(
     form: str, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Blocks are on their way out, loads under way; nobody is told that they were given up."""
+    """Writes and loads under way are abandoned without a message."""
     model = tiny_llama()
     monkeypatch.setattr(LateEngine.__init__, "__defaults__", (0.01,))
     with caplog.at_level(logging.WARNING):

@@ -1,4 +1,4 @@
-"""The heat table, against a plain account of every access."""
+"""The heat table, against a plain record of every access."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Group:
 
 @dataclass
 class Known:
-    """What the table should know of a block: its reads, by step and by step of its group."""
+    """The expected record of a block: its reads, by step and by step of its group."""
 
     group: Group
     position: int
@@ -37,7 +37,7 @@ class Known:
 
 
 class Account:
-    """Does what the table does with lists and loops."""
+    """A heat table of lists and loops."""
 
     def __init__(self) -> None:
         self.table = HeatTable()
@@ -142,7 +142,7 @@ def test_against_a_plain_account(calls: list[tuple[str, object]]) -> None:
 
 
 def filled(blocks: int, groups: int = 1) -> tuple[HeatTable, list[Slots]]:
-    """Groups whose blocks were sealed in turn."""
+    """Make groups whose blocks were sealed in turn."""
     table = HeatTable()
     numbers = [table.new_group() for _ in range(groups)]
     slots: list[list[int]] = [[] for _ in numbers]
@@ -180,7 +180,7 @@ def test_idle(requests: int) -> None:
     table, slots = filled(2, groups=requests)
     for turn in range(10):
         for of_request in slots:
-            if turn > 1:  # the first turns tell the interval
+            if turn > 1:  # the first turns determine the interval
                 assert not table.idle(np.concatenate(slots)).any(), "they only take turns"
             table.tick()
             table.touch(of_request)

@@ -1,4 +1,4 @@
-"""Demotion and promotion between the tiers: which, when, and what happens when storage fails meanwhile."""
+"""Demotion and promotion between the tiers: choice, timing, and failures of storage meanwhile."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def faults() -> Iterator[None]:
 
 
 class Filled:
-    """A manager with one layer of 24 blocks: what host memory has no room for is in L1."""
+    """A manager with one layer of 24 blocks: those that do not fit into host memory are in L1."""
 
     def __init__(self, **options: Any) -> None:
         self.manager = KVCacheManager(TieredCacheConfig(**(SETTINGS | options)))
@@ -60,11 +60,11 @@ class Filled:
         return self.manager._request_table.find("a").layers[0].table.blocks
 
     def in_tier(self, name: str) -> set[int]:
-        """The blocks that have a copy there."""
+        """Return the blocks that have a copy in this tier."""
         return {index for index, block in enumerate(self.blocks) if name in block.copies}
 
     def read(self, *blocks: int) -> None:
-        """A step that reads some blocks, and all the moves that follow from it."""
+        """Take a step that reads some blocks, and wait for all moves that follow."""
         positions = torch.tensor([16 * block + 3 for block in blocks])
         assert torch.equal(self.manager.fetch("a", 0, positions)[0], self.key[:, :, positions])
         self.balance()
@@ -78,7 +78,7 @@ class Filled:
             self.manager.flush()
 
     def check(self) -> None:
-        """Everything is there, and every tier within its capacity."""
+        """Fail unless all blocks are readable, and every tier is within its capacity."""
         found = self.manager.fetch("a", 0, range(TOKENS))
         assert torch.equal(found[0], self.key) and torch.equal(found[1], self.value)
         tiers = self.manager.stats().tiers
@@ -87,7 +87,7 @@ class Filled:
 
 
 def test_watermarks() -> None:
-    """R9: above the high one the coldest blocks are demoted, down to the low one."""
+    """R9: above the high watermark the coldest blocks are demoted, down to the low one."""
     with Filled(protection_steps=2, high_watermark=0.9, low_watermark=0.5) as filled:
         assert filled.in_tier("host") == set(range(10))
         filled.read(0, 1, 2)
@@ -99,7 +99,7 @@ def test_watermarks() -> None:
 
 
 def test_protected_blocks_stay() -> None:
-    """R10: what was read in the last steps is not demoted, however much room is wanted."""
+    """R10: blocks read in the last steps are not demoted, however much room is needed."""
     with Filled(protection_steps=4, high_watermark=0.5, low_watermark=0.1) as filled:
         for step in range(12):
             hot = {step % 3, 3 + step % 3}
@@ -149,7 +149,7 @@ def test_blocks_that_are_being_read_stay(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_what_is_read_from_afar_rises() -> None:
-    """And leaves the lower copy where it is, so that it sinks again without being written."""
+    """A promoted block keeps its lower copy, so that it can be demoted again without a write."""
     with Filled(high_watermark=1.0, low_watermark=1.0) as filled:
         assert filled.in_tier("L1") == set(range(10, 24))
         written = FAULTS.writes
@@ -212,7 +212,7 @@ def test_a_move_that_fails_changes_nothing(fault: str) -> None:
 
 
 def test_a_copy_that_could_not_be_deleted_is_not_written_over(tmp_path: Path) -> None:
-    """A new copy under the same name would go with the old one, when that is deleted at last."""
+    """The deletion of the old copy, when it succeeds, would also delete a new copy under the same name."""
     options = {"host_capacity": 0, "l1_capacity": 10 * BLOCK_BYTES, "l2_url": tmp_path}
     with Filled(**options, protection_steps=0, high_watermark=0.9, low_watermark=0.5) as filled:
         FAULTS.delete_error = "PERMISSION_DENIED: not now"
@@ -242,7 +242,7 @@ def test_resident_blocks_serve_reads_and_leave_with_their_request() -> None:
         filled.manager.free("a")
         filled.manager.flush()
         assert filled.manager.stats().tiers["L0"].blocks == 0
-        # Their memory goes after the copies that were asked for before, on the thread that makes them.
+        # Their memory is freed after the copies enqueued before, on the thread that makes those.
         assert eventually(lambda: filled.manager.stats().l0_bytes <= l0_bytes - 6 * BLOCK_BYTES)
         filled.manager.allocate("b")
         filled.manager.append("b", 0, filled.key, filled.value)

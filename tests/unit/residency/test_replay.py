@@ -1,4 +1,4 @@
-"""Replays of traces: Belady against all choices there are, and the defaults against Belady."""
+"""Replays of traces: Belady against all possible choices, and the defaults against Belady."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ AT_ONCE = TieredCacheConfig(protection_steps=0, warmup_steps=0)
 
 
 def a_trace(calls: list[tuple[str, list[int]]]) -> Trace:
-    """One group, in which blocks come, are read and go."""
+    """Draw a trace of one group, in which blocks are added, read and removed."""
     table = RecordingTable()
     group = table.new_group()
     living: list[int] = []
@@ -50,7 +50,7 @@ CALLS = st.lists(
 
 
 def most_hits(trace: Trace, capacity: int) -> int:
-    """By trying every set of blocks that the tier could hold after each call."""
+    """Return the most hits possible, by trying every set of blocks that the tier could hold after each call."""
     hits_of = {frozenset[int](): 0}
     for call, arguments in trace.calls:
         slots = frozenset(arguments[2:].tolist() if call is Call.ADD else arguments.tolist())
@@ -110,7 +110,7 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
 
 
 def test_all_calls_are_recorded() -> None:
-    """Told the same, another table knows the same."""
+    """A second table that gets the recorded calls has the same content."""
     recording = RecordingTable()
     forks = [recording.new_group(), recording.new_group()]
     slots = [recording.add(forks[0], position) for position in range(4)]
@@ -137,7 +137,7 @@ def _arguments(call: Call, arguments: np.ndarray) -> list[object]:
 
 def test_what_a_replay_counts() -> None:
     trace = a_trace([("add", [0]), ("add", [0]), ("touch", [0, 1]), ("touch", [1]), ("touch", [1])])
-    result = replay(trace, "lru", 1, AT_ONCE)  # block 1 rises for block 0, once
+    result = replay(trace, "lru", 1, AT_ONCE)  # block 1 is promoted for block 0, once
     assert (result.accesses, result.hits, result.moves, result.steps) == (4, 2, 2, 3)
     assert result.hit_rate == 0.5 and result.moves_per_step == pytest.approx(2 / 3)
     static = replay(trace, "pinned", 1)

@@ -1,4 +1,4 @@
-"""An automatic window against simulated memory: the rest of the program takes some, the windows take theirs."""
+"""An automatic window on simulated memory, shared by the windows and the rest of the program."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class World:
 
     @property
     def free(self) -> float:
-        """Share of the memory that is really free."""
+        """The share of the memory that is really free."""
         return 1 - self.others - self.held_bytes / TOTAL_BYTES
 
     def probe(self, device: torch.device) -> MemoryState:
@@ -66,7 +66,7 @@ class World:
         )
 
     def step(self, governor: WindowGovernor, step: int) -> int:
-        """One forward pass: what is free is least while the last layer's ring is there twice."""
+        """Run one forward pass: free memory is least while the last layer's ring exists twice."""
         window_tokens = self.observe(governor, step)
         held_tokens = min(self.context_tokens, SINK + ring_tokens(window_tokens, BLOCK))
         new_bytes = held_tokens * self.layers * LAYER_BYTES_PER_TOKEN
@@ -82,7 +82,7 @@ def make_governor(world: World, **options: object) -> WindowGovernor:
 
 
 def settle(world: World, governor: WindowGovernor, first_step: int = 1, steps: int = 400) -> int:
-    """Run until nothing changes any more; the number of the next step."""
+    """Run until nothing changes any more; return the number of the next step."""
     for step in range(first_step, first_step + steps):
         world.step(governor, step)
     assert governor.changes[-1].step < first_step + steps // 2, "does not settle"
@@ -150,7 +150,7 @@ def test_nothing_moves_within_the_band() -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_noise_moves_nothing(seed: int) -> None:
-    """±2 points, in a settled state and after a change of what others take."""
+    """Noise of ±2 points changes nothing, in a settled state and after a change of the others' memory."""
     randomness = random.Random(seed)
     world = World()
     governor = make_governor(world)
@@ -164,7 +164,7 @@ def test_noise_moves_nothing(seed: int) -> None:
 
 
 def test_a_dip_now_and_then_keeps_the_window_small() -> None:
-    """What a forward pass takes every few steps is not free, although it is in between."""
+    """Memory that a forward pass takes every few steps does not count as free in between."""
     world = World()
     world.others = 0.5
     governor = make_governor(world)
@@ -210,7 +210,7 @@ def test_starts_at_the_floor_then_modestly() -> None:
 @pytest.mark.parametrize("others", [0.0, 0.5, 0.8, 0.84])
 @pytest.mark.parametrize("layer_bytes", [512, 4096])
 def test_layers_come_one_by_one(others: float, layer_bytes: int) -> None:
-    """The windows of the first forward pass fill before it is known how many layers there are."""
+    """The windows of the first forward pass fill before the number of layers is known."""
     world = World()
     world.others = others
     governor = make_governor(world)
@@ -240,7 +240,7 @@ def test_bounds(minimum: int) -> None:
 
 
 def test_windows_count_as_full() -> None:
-    """A short context leaves much free; a long prompt would take it within one forward pass."""
+    """Windows count as full: a short context leaves much free that a long prompt would take within one pass."""
     world = World(context_tokens=100)
     governor = make_governor(world)
     step = settle(world, governor)

@@ -24,7 +24,7 @@ def make_window(metrics: Metrics, window_tokens: int, sink_tokens: int) -> Windo
 
 
 def numbered(first: int, count: int, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens whose content is their number and batch row."""
+    """Return tokens whose content is their number and batch row."""
     token = torch.arange(first, first + count, dtype=torch.float32).view(1, 1, count, 1)
     row = torch.arange(batch, dtype=torch.float32).view(batch, 1, 1, 1) / 8
     return (token + row).expand(batch, 1, count, 3), -(token + row).expand(batch, 2, count, 1)
@@ -46,7 +46,7 @@ STEPS = st.lists(
 
 
 class Model:
-    """A window, and next to it what it should hold, as plain tensors; `sealed` are the blocks that left."""
+    """A window, and its expected content as plain tensors; `sealed` are the blocks that left it."""
 
     def __init__(self, window: WindowBuffer, sink_tokens: int) -> None:
         self.window = window

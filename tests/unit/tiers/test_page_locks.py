@@ -1,4 +1,4 @@
-"""Host memory is page-locked for the copies of CUDA devices, for no others; it serves as well when that fails."""
+"""Host memory is page-locked for copies of CUDA devices only, and works as well if locking fails."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ LAYOUT = BlockLayout(2, 2, 8, 2, 8, 16, torch.float32)
 
 
 class FakeDriver:
-    """CUDA's calls to lock and unlock pages, with a limit. Anything that is computed on the device fails, as the
-    error of a call that nobody has asked for makes it fail."""
+    """CUDA's calls to lock and unlock pages, with a limit. Computation on the device fails if the error of an
+    earlier call was not cleared."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, limit_bytes: int = 1 << 30) -> None:
         self.limit_bytes = limit_bytes
@@ -94,13 +94,13 @@ def _is_stored(tier: HostTier, index: int) -> bool:
 
 def test_nothing_is_locked_before_a_cuda_device_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = FakeDriver(monkeypatch)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)  # somebody else uses CUDA
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)  # other code uses CUDA
     tier = _tier()
     _write(tier, 0, 1)
     assert not driver.registrations
     tier.delete(_key(1))
     tier.lock_pages(DEVICE)
-    _write(tier, 2, 3)  # one of them in memory that was mapped before
+    _write(tier, 2, 3)  # one of them in memory mapped earlier
     assert {tier.tensor(_key(index)).data_ptr() for index in (2, 3)} == set(driver.locked)
     assert all(_is_stored(tier, index) for index in (0, 2, 3))
     tier.close()
@@ -171,7 +171,7 @@ def test_locked_memory_is_not_inherited(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def _flags_of(address: int) -> list[str]:
-    """Of the mapping that holds an address, as Linux tells it."""
+    """Return the flags of the mapping that holds an address, as reported by Linux."""
     inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         first, _, rest = line.partition(" ")

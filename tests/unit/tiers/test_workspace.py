@@ -1,4 +1,4 @@
-"""Private directories: whose they are, and who removes them."""
+"""Private directories: ownership and removal."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ sys.stdin.read()
 
 
 def _owner(base: Path) -> subprocess.Popen[str]:
-    """Another process with a private directory below `base`; it prints the path and waits."""
+    """Start another process with a private directory below `base`; it prints the path and waits."""
     return subprocess.Popen(
         [sys.executable, "-c", _HOLD, str(base)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -113,7 +113,7 @@ def test_unwritable_directory_for_any_user(tmp_path: Path, monkeypatch: pytest.M
 def test_a_change_of_the_working_directory_changes_nothing(
     setting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before the first block is sealed, and after: all goes where the path pointed, and nothing is left."""
+    """All files go where the path pointed, before and after the first sealed block, and none is left."""
     for name in ("kv", "elsewhere", "elsewhere/kv"):
         (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""Tasks in order on threads of their own; what is awaited comes before what looks ahead."""
+"""Tasks run in order on their own threads; awaited tasks come before look-ahead ones."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class TestWorker:
         assert "a callback of a background task failed" in caplog.text
 
     def test_tasks_survive_interrupts(self, send_ctrl_c: Callable[[float], CtrlC]) -> None:
-        """Whatever an interrupt left, the next task runs, in order, on one thread."""
+        """After any interrupt the next task runs, in order, on one thread."""
         chance = random.Random(0)
         ran: list[tuple[int, int]] = []
         for _ in range(100):
@@ -106,7 +106,7 @@ class TestAwaitedFirst:
 
     @pytest.fixture
     def worker(self, gate: threading.Event) -> AwaitedFirst:
-        """Busy until the gate opens."""
+        """A worker that is busy until the gate opens."""
         worker = AwaitedFirst(Worker("test", 0))
         worker.submit(lambda: gate.wait(20))
         return worker
