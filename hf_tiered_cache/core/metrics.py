@@ -72,7 +72,7 @@ class CacheStats:
         write_stall_seconds: time the caller waited for a free staging buffer.
         lock_wait_seconds: time that threads waited for one another.
         window_tokens: current length of the windows.
-        window_changes: lengths over time, as (step from which on it held, tokens); a step is a forward pass.
+        window_changes: lengths over time, as (first step of that length, tokens); a step is a forward pass.
         l0_bytes, peak_l0_bytes: accelerator memory that the package holds, now and at its peak.
         l1_io_mode: how L1 is read at present, `"direct"` or `"buffered"`; `None` before the first read.
     """

@@ -1,4 +1,4 @@
-"""Placement of blocks in a buffer that holds a whole layer."""
+"""The scatter of blocks to their positions in a buffer that holds a whole layer."""
 
 from __future__ import annotations
 

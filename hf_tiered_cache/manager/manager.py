@@ -286,15 +286,13 @@ class KVCacheManager:
     def prefetch(
         self, request_id: Hashable, predicted_positions: torch.Tensor | Sequence[int] | None = None
     ) -> int:
-        """Start to load blocks for the layers that come next, in the order learnt so far, for as many layers as
-        there are free buffers (at least `prefetch_layers`, per device). `update` and `fetch` use these loads. Does
-        not block.
+        """Start to load blocks for the layers that come next, for as many layers as there are free buffers (at
+        least `prefetch_layers` per device). `update` and `fetch` use these loads. Does not block.
 
         Args:
             request_id: which request.
             predicted_positions: 1-D token indices, whose blocks are loaded; those in sink or window need no load.
-                `None`: the blocks whose probability of being read, by their history, is at least
-                `prefetch_threshold`.
+                `None`: blocks whose past reads give a probability of at least `prefetch_threshold`.
 
         Returns:
             The number of layers for which a load was started.

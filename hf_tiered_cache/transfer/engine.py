@@ -37,8 +37,8 @@ class Event(Protocol):
 class CopyEngine(ABC):
     """Copies for one device; see the module for the order that it keeps.
 
-    All methods but `compute_waits` and `close` return at once. Tensors given to a copy must stay unchanged
-    until its event. Memory comes from `allocate` and `allocate_host`.
+    All methods but `finish_copies_in` and `close` return at once, on CUDA also `compute_waits`. Tensors given to a
+    copy must stay unchanged until its event. Memory comes from `allocate` and `allocate_host`.
     """
 
     def __init__(self, device: torch.device, metrics: Metrics) -> None:

@@ -48,7 +48,7 @@ ALLOWED = {
     '(("old", "new"), [("bytes", "used_bytes"), ("hits", "blocks_served")])': "the test of that warning",
 }
 
-_QUESTIONS = re.compile(r"(Whether|How|What|Where|Which|When|Those|Whose)\b")
+_QUESTIONS = re.compile(r"(Whether|How|What|Where|Which|When|Those|Whose|Who|Why|Nobody)\b")
 
 
 @cache
