@@ -216,7 +216,7 @@ def test_slots_and_groups_are_used_again() -> None:
     capacity_bytes = table.nbytes
     for _ in range(5):
         table.free_group(group)
-        assert table.new_group() != group, "its blocks live"
+        assert table.new_group() != group, "its blocks are allocated"
         table.remove(slots)
         assert len(table) == 0
         group = table.new_group()
