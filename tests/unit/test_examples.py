@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from hf_tiered_cache.bench import longcontext
 
@@ -42,6 +44,38 @@ def test_notebook_runs(name: str) -> None:
 def test_manager_example_runs() -> None:
     code = f"import runpy; runpy.run_path({str(ROOT / 'examples' / 'manager.py')!r}, run_name='__main__')"
     assert "still equal" in _run(code)
+
+
+def test_device_map_example_runs() -> None:
+    """Layers are in several places, and accelerate loads the offloaded ones to compute them."""
+    code = f"""
+import runpy
+from accelerate.hooks import AlignDevicesHook
+
+brought_in, pre_forward = set(), AlignDevicesHook.pre_forward
+
+def noting(hook, module, *arguments, **options):
+    if hook.offload and all(weight.is_meta for weight in module.parameters(recurse=False)):
+        brought_in.add(module)
+    return pre_forward(hook, module, *arguments, **options)
+
+AlignDevicesHook.pre_forward = noting
+runpy.run_path({str(ROOT / "examples" / "device_map.py")!r}, run_name="__main__")
+print(f"{{len(brought_in)}} modules were brought in")
+"""
+    output = _run(code)
+    assert "The tokens are identical, all 24." in output
+    layers = re.findall(r"^ +\d+  (cpu|disk|\d+) +(\S+)$", output, re.MULTILINE)
+    kept_on = [place for place, _ in layers]
+    assert len(layers) == 16 and len(set(kept_on)) > 1
+    first = "cuda:0" if torch.cuda.is_available() else "cpu"
+    assert all(window == (f"cuda:{place}" if place.isdigit() else first) for place, window in layers)
+    modules_per_layer = 9  # four projections of the attention, three of the MLP, two norms
+    offloaded = sum(place == "disk" or (place == "cpu" and first != "cpu") for place in kept_on)
+    assert offloaded > 0
+    assert int(re.findall(r"(\d+) modules were", output)[0]) >= modules_per_layer * offloaded
+    below = re.findall(r"^(?:host|L1|L2) +([\d,]+)", output, re.MULTILINE)
+    assert any(tokens != "0" for tokens in below), "everything stayed in the windows"
 
 
 def test_overlap_benchmark_prints_json_last() -> None:
