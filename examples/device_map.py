@@ -4,8 +4,9 @@
     python examples/device_map.py --model Qwen/Qwen2.5-7B-Instruct
 
 `device_map="auto"` fills the GPUs first, then host memory, then the disk. Here `max_memory` is so low that each of
-them gets some layers; without it, accelerate uses all available memory. The window of a layer is on the device that
-computes it. Layers kept in host memory or on disk are computed on the first GPU, or on the CPU if there is none.
+them gets some layers; without it, accelerate uses all available memory. The window of a layer is on the device
+that computes it. Layers kept in host memory or on disk are computed on the first GPU, or on the CPU if there is
+none.
 """
 
 from __future__ import annotations
